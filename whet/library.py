@@ -1,0 +1,111 @@
+"""Kernels as torch library ops: fake and autograd registered, so torch.compile, graphs and checkpointing see them.
+
+A `Fused` pairs a forward launcher with a backward launcher. Traced code (torch.compile, dispatch modes, functorch) goes
+through the torch.library op; plain eager code through an autograd.Function over the same two launchers, which costs
+less host time per call.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+LIB = torch.library.Library("whet", "FRAGMENT")  # noqa: TOR901
+
+
+def define(name: str, schema: str, launch: Callable, fake: Callable):
+    """Register one torch library op for every device. Returns the callable op."""
+    LIB.define(name + schema, tags=(torch.Tag.pt2_compliant_tag,))
+    LIB.impl(name, launch, "CompositeExplicitAutograd")
+    torch.library.register_fake(f"whet::{name}", fake, lib=LIB)
+    return getattr(torch.ops.whet, name).default
+
+
+@dataclass(frozen=True)
+class Fused:
+    """A differentiable kernel: op `name` and its gradient `name_bwd`.
+
+    forward(*args) -> (out_0 .. out_{n_out-1}, residual...)      residuals are kept for the backward, never shown
+    save(args, results) -> (tensors, constants)                  what the backward needs
+    backward(*douts, *tensors, *constants) -> (grad...)          a dout is None where that output was not used
+    grads_to                                                     per forward argument: which grad it takes, or None
+    """
+
+    name: str
+    schema: str
+    forward: Callable
+    fake: Callable
+    bwd_schema: str
+    backward: Callable
+    bwd_fake: Callable
+    save: Callable
+    grads_to: tuple[int | None, ...]
+    n_out: int = 1
+    op: Any = field(init=False, default=None)
+    function: Any = field(init=False, default=None)
+
+    def __post_init__(self):
+        object.__setattr__(self, "op", define(self.name, self.schema, self.forward, self.fake))
+        bwd_op = define(self.name + "_bwd", self.bwd_schema, self.backward, self.bwd_fake)
+        message = f"{self.name}[triton]: double backward is not supported; use impl='eager' where you need it"
+
+        def setup(ctx, inputs, output):
+            _keep(ctx, self, inputs, output if isinstance(output, tuple) else (output,))
+
+        def once(ctx, *douts):
+            return self._spread(bwd_op(*douts[: self.n_out], *ctx.saved_tensors, *ctx.constants))
+
+        def never(ctx, *_):
+            raise RuntimeError(message)
+
+        torch.library.register_autograd(f"whet::{self.name}", once, setup_context=setup, lib=LIB)
+        torch.library.register_autograd(f"whet::{self.name}_bwd", never, setup_context=lambda ctx, inputs, output: None, lib=LIB)
+        object.__setattr__(self, "function", _function(self, message))
+
+    def _spread(self, grads):
+        grads = grads if isinstance(grads, tuple) else (grads,)
+        return tuple(None if i is None else grads[i] for i in self.grads_to)
+
+    def __call__(self, *args):
+        if torch.compiler.is_compiling() or torch._C._len_torch_dispatch_stack() or torch._C._functorch.peek_interpreter_stack():
+            out = self.op(*args)
+            return out[: self.n_out] if self.n_out > 1 else out[0] if isinstance(out, (tuple, list)) else out
+        x = args[0]
+        if x.is_cuda and x.device.index != torch.cuda.current_device():
+            with torch.cuda.device(x.device):
+                return self.function.apply(*args)
+        return self.function.apply(*args)
+
+
+def _keep(ctx, fused: Fused, args, results):
+    tensors, ctx.constants = fused.save(args, results)
+    ctx.save_for_backward(*tensors)
+    ctx.set_materialize_grads(False)
+
+
+def _function(fused: Fused, message: str):
+    class NoSecond(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, *args):
+            return fused.backward(*args)
+
+        @staticmethod
+        def backward(ctx, *_):
+            raise RuntimeError(message)
+
+    class Eager(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, *args):
+            results = fused.forward(*args)
+            if not isinstance(results, tuple):
+                results = (results,)
+            _keep(ctx, fused, args, results)
+            return results[: fused.n_out] if fused.n_out > 1 else results[0]
+
+        @staticmethod
+        def backward(ctx, *douts):
+            run = NoSecond.apply if torch.is_grad_enabled() else fused.backward  # enabled only under create_graph=True
+            return fused._spread(run(*douts, *ctx.saved_tensors, *ctx.constants))
+
+    return Eager

@@ -1,0 +1,240 @@
+"""The contract an op file fills in. Everything downstream reads this and nothing else.
+
+An op is a mathematical function with one reference; an impl is one way to compute it. `eager` (the reference as it
+stands) and `compile` (torch.compile of it) come with every op; the file adds `torch`, `triton`, `liger` where they exist.
+"""
+
+import functools
+import importlib
+import inspect
+import pkgutil
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+
+import torch
+
+from whet import machine
+
+SIMPLICITY = ("eager", "torch", "compile", "liger", "triton")  # a tie keeps the earlier
+DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16, "float64": torch.float64}
+DTYPE_NAMES = {v: k for k, v in DTYPES.items()}
+
+
+@dataclass(frozen=True)
+class Cost:
+    """The least work any implementation can do: dividing it by a time gives the roofline fraction."""
+
+    bytes: int
+    flops: int
+    bwd_bytes: int = 0
+    bwd_flops: int = 0
+
+    def of(self, backward: bool) -> tuple[int, int]:
+        return (self.bytes + self.bwd_bytes, self.flops + self.bwd_flops) if backward else (self.bytes, self.flops)
+
+
+def accepts(*args, **kwargs) -> None:
+    return None
+
+
+@dataclass(frozen=True)
+class Impl:
+    run: Callable  # the reference's arguments, the reference's results
+    refuses: Callable[..., str | None] = accepts  # None, or the one sentence that says why these inputs cannot run
+    needs: str = "torch"  # "torch", "triton", or the name of a package
+    capability: tuple[int, int] | None = None  # lowest CUDA compute capability
+    spills: str = ""  # why a kernel of this impl may spill registers on sm_90; empty: it may not
+    limits: tuple[str, ...] = ()  # what `refuses` rules out, for the docs; a test holds that each is said by refuses
+
+
+@dataclass(frozen=True)
+class Call:
+    """An op met in a run: what is needed to make its inputs again elsewhere."""
+
+    op: str
+    case: Mapping[str, int | float | str | bool | None]
+    dtype: str
+    grad: bool
+
+    @property
+    def key(self) -> str:
+        sizes = " ".join(f"{k}={v}" for k, v in self.case.items())
+        return f"{self.op} {sizes} {self.dtype} {'fwd+bwd' if self.grad else 'fwd'}"
+
+    def bucketed(self, op: "Op") -> "Call":
+        """Dynamic sizes rounded up to a power of two, so that a new length meets a result already measured."""
+        case = {k: 1 << (v - 1).bit_length() if k in op.dynamic and isinstance(v, int) and v > 1 else v for k, v in self.case.items()}
+        return Call(self.op, case, self.dtype, self.grad)
+
+
+@dataclass(frozen=True)
+class Op:
+    """One mathematical function.
+
+    reference(**args)             plain PyTorch, the meaning; fed float64 it is the oracle
+    inputs(dtype, device, **case) -> args    random arguments for a case
+    case_of(**args) -> case       the inverse: the case that describes these arguments (dtype apart)
+    check(**args)                 None, or why no impl can take these arguments ("w must have shape ...")
+    cases                         what tests and tuning cover: ragged, empty, strided, every option
+    shapes                        {name: case} that `whet bench` times
+    cost(**args) -> Cost
+    grads                         names of the arguments that receive gradients
+    dynamic                       names of case sizes that vary from batch to batch, bucketed by powers of two
+    """
+
+    name: str
+    reference: Callable
+    inputs: Callable[..., dict]
+    case_of: Callable[..., dict]
+    check: Callable[..., str | None]
+    cases: tuple[dict, ...]
+    shapes: dict[str, dict]
+    cost: Callable[..., Cost]
+    grads: tuple[str, ...]
+    impls: dict[str, Impl]
+    dynamic: tuple[str, ...] = ()
+    tiny: dict = field(default_factory=dict)  # sizes that a call is cut to when kernels are only interpreted
+
+    def __post_init__(self):
+        every = {"eager": Impl(self.reference), "compile": Impl(compiled(self.reference))} | self.impls
+        if unknown := set(every) - set(SIMPLICITY):
+            raise ValueError(f"{self.name}: impl names must be among {SIMPLICITY}, got {sorted(unknown)}")
+        object.__setattr__(self, "impls", {name: every[name] for name in SIMPLICITY if name in every})
+
+    @functools.cached_property
+    def signature(self) -> inspect.Signature:
+        return inspect.signature(self.reference)
+
+    @property
+    def stock(self) -> str:
+        """What an untuned call gets: the best stock call, so that nobody is worse off than before."""
+        return "torch" if "torch" in self.impls else "eager"
+
+    def bind(self, args: tuple, options: dict) -> dict:
+        """All arguments by name, defaults filled in; unknown options raise, naming the op."""
+        try:
+            bound = self.signature.bind(*args, **options)
+        except TypeError as e:
+            raise ValueError(f"{self.name}: {e}; the arguments are {self.signature}") from None
+        bound.apply_defaults()
+        return dict(bound.arguments)
+
+    def impl(self, name: str) -> Impl:
+        if name not in self.impls:
+            raise ValueError(f"{self.name}: impl must be 'auto' or one of {list(self.impls)}, got {name!r}")
+        return self.impls[name]
+
+    def why_not(self, name: str, args: dict) -> str | None:
+        """None, or why this impl cannot serve these arguments on this machine."""
+        impl = self.impl(name)
+        if reason := self.check(**args):
+            return reason
+        if impl.needs == "triton" and machine.triton_mode() == "none":
+            return "needs a GPU, or TRITON_INTERPRET=1 to run on the CPU"
+        if impl.needs == "triton" and machine.triton_mode() == "gpu" and not all(t.is_cuda for t in tensors(args)):
+            return "needs tensors on the GPU; TRITON_INTERPRET=1 runs kernels on the CPU"
+        if impl.needs not in ("torch", "triton"):
+            if not machine.has(impl.needs):
+                return f"needs the package {impl.needs}, which is not installed"
+            if machine.triton_mode() != "gpu":
+                return "needs a GPU"
+        capability = machine.this_machine().capability
+        if impl.capability and capability and capability < impl.capability:
+            return f"needs compute capability {impl.capability[0]}.{impl.capability[1]}, this GPU has {capability[0]}.{capability[1]}"
+        return impl.refuses(**args)
+
+    def call(self, args: dict) -> Call:
+        grad = torch.is_grad_enabled() and any(args[g] is not None and args[g].requires_grad for g in self.grads)
+        first = next(args[g] for g in self.grads if args[g] is not None)
+        return Call(self.name, self.case_of(**args), DTYPE_NAMES[first.dtype], grad)
+
+
+def compiled(reference: Callable) -> Callable:
+    """torch.compile of the reference, made at first use: one graph per shape, no dynamic guards to pay for."""
+
+    @functools.cache
+    def build():
+        torch._dynamo.config.recompile_limit = max(torch._dynamo.config.recompile_limit, 64)
+        return torch.compile(reference, dynamic=False, fullgraph=True)
+
+    @functools.wraps(reference)
+    def run(*args, **options):
+        if torch.compiler.is_compiling():
+            return reference(*args, **options)  # inside a larger torch.compile the formula itself is what gets fused
+        return build()(*args, **options)
+
+    return run
+
+
+def error(op: str, impl: str, reason: str) -> ValueError:
+    return ValueError(f"{op}[{impl}]: {reason}")
+
+
+def tensors(args: Mapping) -> list[torch.Tensor]:
+    return [a for a in args.values() if isinstance(a, torch.Tensor)]
+
+
+def nbytes(*items: torch.Tensor | None) -> int:
+    return sum(t.numel() * t.element_size() for t in items if t is not None)
+
+
+def as_tuple(out) -> tuple[torch.Tensor, ...]:
+    return tuple(out) if isinstance(out, (tuple, list)) else (out,)
+
+
+def rows(x: torch.Tensor) -> torch.Tensor:
+    """x as (M, N) over its last dimension: a view where the strides allow one, else a copy."""
+    return x.reshape(-1, x.shape[-1]) if x.dim() != 2 else x
+
+
+def same_device(**named: torch.Tensor | None) -> str | None:
+    """None, or the sentence that names the tensor on another device than the first."""
+    (first, x), *others = [(k, t) for k, t in named.items() if t is not None]
+    for k, t in others:
+        if t.device != x.device:
+            return f"{k} must be on {first}'s device {x.device}, got {t.device}"
+    return None
+
+
+def floating(**named: torch.Tensor | None) -> str | None:
+    for k, t in named.items():
+        if t is not None and t.dtype not in DTYPE_NAMES:
+            return f"{k} must be one of {list(DTYPES)}, got {str(t.dtype).removeprefix('torch.')}"
+    return None
+
+
+LAYOUTS = ("contiguous", "sliced", "transposed", "expanded")
+
+
+def lay(x: torch.Tensor, layout: str) -> torch.Tensor:
+    """A tensor of x's shape with the named memory layout, values of x (expanded: of its first row)."""
+    if layout == "sliced":  # rows of a wider matrix, as a slice of a packed projection gives
+        wide = torch.empty(*x.shape[:-1], 2 * x.shape[-1] + 8, dtype=x.dtype, device=x.device)
+        wide[..., : x.shape[-1]] = x
+        return wide[..., : x.shape[-1]]
+    if layout == "transposed":  # last dimension not contiguous
+        return x.transpose(-1, -2).contiguous().transpose(-1, -2)
+    if layout == "expanded":  # stride 0, as the gradient of .sum() has
+        return x[:1].expand(x.shape) if x.shape[0] else x
+    if layout != "contiguous":
+        raise ValueError(f"layout must be one of {LAYOUTS}, got {layout!r}")
+    return x
+
+
+def layout_of(x: torch.Tensor) -> str:
+    """The layout word that describes x, for case_of."""
+    if x.is_contiguous():
+        return "contiguous"
+    if x.stride(-1) != 1 and x.shape[-1] > 1:
+        return "transposed"
+    return "expanded" if 0 in x.stride() else "sliced"
+
+
+@functools.cache
+def discover() -> dict[str, Op]:
+    """Every module or package in whet/ops that defines OP. No list to edit."""
+    package = importlib.import_module("whet.ops")
+
+    names = sorted(m.name for m in pkgutil.iter_modules(package.__path__) if not m.name.startswith("_"))
+    modules = (importlib.import_module(f"whet.ops.{name}") for name in names)
+    return {m.OP.name: m.OP for m in modules}

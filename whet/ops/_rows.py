@@ -1,0 +1,56 @@
+"""What the row-wise ops share: how a row is cut into a tile, and the sum of partial rows."""
+
+import torch
+import triton
+import triton.language as tl
+
+from whet import machine
+from whet.op import rows
+
+KERNEL_DTYPES = (torch.float32, torch.float16, torch.bfloat16)
+
+
+def unit_rows(x: torch.Tensor) -> torch.Tensor:
+    """x as (M, N) with unit stride in N, any stride in M: a view where one exists, else a copy."""
+    x = rows(x)
+    return x if x.stride(1) == 1 else x.contiguous()
+
+
+def tile(N: int, elements: int = 4096) -> tuple[int, int, int]:
+    """BLOCK_M, BLOCK_N, num_warps: a whole row per program, several rows when they are short."""
+    BLOCK_N = triton.next_power_of_2(max(N, 16))
+    BLOCK_M = max(1, elements // BLOCK_N)
+    return min(BLOCK_M, 16), BLOCK_N, min(32, max(4, BLOCK_N // 1024))
+
+
+def programs(blocks: int, per_sm: int) -> int:
+    """How many programs share `blocks` blocks of rows, each keeping its own partial sums."""
+    return max(1, min(blocks, machine.sm_count() * per_sm))
+
+
+@triton.jit
+def _column_sum_kernel(
+    partial_ptr,  # (G, N) fp32
+    out_ptr,  # (N,)
+    G, N,
+    BLOCK_G: tl.constexpr, BLOCK_N: tl.constexpr,
+):
+    """out[n] = sum over g of partial[g, n].  One program, BLOCK_N columns, always the same order of additions.
+
+    Moves   G*N*4 in, N*itemsize out.
+    Rounds  once, at the store.
+    """
+    n = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
+    total = tl.zeros((BLOCK_G, BLOCK_N), dtype=tl.float32)
+    for start in range(0, G, BLOCK_G):
+        g = start + tl.arange(0, BLOCK_G)
+        inside = (g < G)[:, None] & (n < N)[None, :]
+        total += tl.load(partial_ptr + g[:, None].to(tl.int64) * N + n[None, :], mask=inside, other=0.0)
+    tl.store(out_ptr + n, tl.sum(total, axis=0), mask=n < N)
+
+
+def column_sum(partial: torch.Tensor, out: torch.Tensor) -> torch.Tensor:
+    G, N = partial.shape
+    BLOCK_N = 16 if N <= 2048 else 32
+    _column_sum_kernel[(triton.cdiv(N, BLOCK_N),)](partial, out, G, N, BLOCK_G=128, BLOCK_N=BLOCK_N, num_warps=4)
+    return out
