@@ -1,3 +1,27 @@
-"""whet sharpens PyTorch transformers: kernels proven right, measured faster, with the proof shown."""
+"""whet sharpens PyTorch transformers: kernels proven right, measured faster, with the proof shown.
+
+    import whet
+    y = whet.ops.rms_norm(x, w)                       # impl="auto": this machine's lock, else the stock call
+    whet.optimize.optimize("tiny-llama:small")        # record, verify, time, choose
+    whet.auto_select_kernels(config)                  # PyTorch or Triton, decided at the start of training
+"""
+
+import importlib
 
 __version__ = "0.1.0"
+
+_HOMES = {
+    "auto_select_kernels": "autoselect", "manual_kernel_benchmark": "autoselect", "benchmark_rms_norm": "autoselect",
+    "benchmark_rotary": "autoselect", "ModelConfig": "autoselect", "Choices": "choices", "use": "choices",
+}
+_MODULES = ("ops", "choices", "models", "optimize")
+__all__ = sorted([*_HOMES, *_MODULES])
+
+
+def __getattr__(name: str):
+    """Loaded when first asked for, so that `import whet` costs nothing."""
+    if name in _HOMES:
+        return getattr(importlib.import_module(f"whet.{_HOMES[name]}"), name)
+    if name in _MODULES:
+        return importlib.import_module(f"whet.{name}")
+    raise AttributeError(f"module 'whet' has no attribute {name!r}; it has {', '.join(__all__)}")

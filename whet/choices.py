@@ -1,7 +1,8 @@
 """Which impl serves which call. Models are handed a Choices and ask it for every op: `ops.rms_norm(x, w, eps)`."""
 
 import contextlib
-from collections.abc import Iterator, Mapping
+import inspect
+from collections.abc import Callable, Iterator, Mapping
 
 import torch
 
@@ -19,59 +20,75 @@ class Choices:
         self.table = dict(table or {})
         self.default = default
 
-    def __getattr__(self, name: str) -> "Chosen":
-        if name.startswith("_"):
-            raise AttributeError(name)
-        ops = discover()
-        if name not in ops:
-            raise AttributeError(f"no op named {name!r}; there are {', '.join(ops)}")
-        chosen = Chosen(ops[name], self)
-        self.__dict__[name] = chosen  # next time no __getattr__
-        return chosen
+        for name, op in discover().items():
+            setattr(self, name, chosen(op, self))
+
+    def __getattr__(self, name: str) -> Callable:
+        raise AttributeError(f"no op named {name!r}; there are {', '.join(discover())}")
 
     def pick(self, op: Op, call: Call) -> str:
         """The impl for a call: its own entry, else its bucket's, else the default."""
         found = self.table.get(call.key) or self.table.get(call.bucketed(op).key) or self.default or op.stock
         return found if found in op.impls else op.stock
 
+    def _memory(self) -> dict:
+        return {}
+
     def __repr__(self):
         return f"Choices({len(self.table)} calls tuned, default {self.default or 'stock'})"
 
 
-class Chosen:
-    """One op through one Choices. The first call of a shape looks the impl up and checks the arguments; later ones do not."""
+def chosen(op: Op, choices: Choices) -> Callable:
+    """One op through one Choices, as a function written out for the op's own arguments.
 
-    def __init__(self, op: Op, choices: Choices):
-        self.op, self.choices = op, choices
-        self.fast: dict[tuple, object] = {}
+    The first call of a shape looks the impl up and checks the arguments; later ones cost one dictionary look-up. The
+    key is spelled out per argument rather than looped over: 0.6 us a call instead of 1.4 on a 2.8 GHz Xeon.
+    """
+    key, names = ["grad_enabled()"], list(op.signature.parameters)
+    for name, p in op.signature.parameters.items():
+        facts = f"{name}.shape, {name}.dtype, {name}.requires_grad"
+        key.append(facts if p.default is p.empty else f"({facts}) if isinstance({name}, Tensor) else {name}")
+    given = [n if p.default is p.empty else f"{n}=defaults[{n!r}]" for n, p in op.signature.parameters.items()]
+    body = f"""
+def {op.name}({', '.join(given)}):
+    if is_compiling():
+        return resolve({', '.join(names)})({', '.join(names)})
+    try:
+        key = ({', '.join(key)})
+    except AttributeError:
+        raise not_tensors({', '.join(names)}) from None
+    run = fast.get(key)
+    if run is None:
+        if len(fast) > 4096:  # an option that never repeats, such as an integer position, must not fill memory
+            fast.clear()
+        run = fast[key] = resolve({', '.join(names)})
+    return run({', '.join(names)})
+"""
 
-    def __call__(self, *args, **options):
-        if torch.compiler.is_compiling():
-            return self.resolve(args, options)(*args, **options)
-        key = [torch.is_grad_enabled()]
-        for a in args:
-            if isinstance(a, torch.Tensor):
-                key += (a.shape, a.dtype, a.device, a.requires_grad)
-            elif a.__class__ is not float:
-                key.append(a)
-        if options:
-            for k, a in options.items():
-                key += (k, a.shape, a.dtype, a.device, a.requires_grad) if isinstance(a, torch.Tensor) else (k, a)
-        run = self.fast.get(tuple(key))
-        if run is None:
-            run = self.fast[tuple(key)] = self.resolve(args, options)
-        return run(*args, **options)
+    absent = {name: op.unavailable(name) for name in op.impls}
 
-    def resolve(self, args, options):
-        bound = self.op.bind(args, options)
-        if reason := self.op.check(**bound):
-            raise error(self.op.name, "auto", reason)
-        name = self.choices.pick(self.op, self.op.call(bound))
-        for fallback in (self.op.stock, "eager"):  # a choice tuned for another layout or device gives way, never fails
-            if self.op.why_not(name, bound) is None:
+    def resolve(*args):
+        bound = dict(zip(names, args))
+        if reason := op.check(**bound):
+            raise error(op.name, "auto", reason)
+        name = choices.pick(op, op.call(bound))
+        for fallback in (op.stock, "eager"):  # a choice tuned for another layout or device gives way, never fails
+            if absent[name] is None and op.misfits(name, bound) is None:
                 break
             name = fallback
-        return self.op.impls[name].run
+        return op.impls[name].run
+
+    def not_tensors(*args):
+        bad = {n: a for n, a in zip(names, args) if op.signature.parameters[n].default is inspect.Parameter.empty}
+        name, value = next((n, a) for n, a in bad.items() if not isinstance(a, torch.Tensor))
+        return error(op.name, "auto", f"{name} must be a tensor, got {type(value).__name__}")
+
+    scope = dict(
+        defaults={n: p.default for n, p in op.signature.parameters.items()}, Tensor=torch.Tensor, fast=choices._memory(),
+        grad_enabled=torch.is_grad_enabled, is_compiling=torch.compiler.is_compiling, resolve=resolve, not_tensors=not_tensors,
+    )
+    exec(body, scope)
+    return scope[op.name]
 
 
 class Recorder(Choices):
@@ -86,13 +103,13 @@ class Recorder(Choices):
         self.calls[call.key] = (call, count + 1)
         return super().pick(op, call)
 
-    def __getattr__(self, name: str):
-        chosen = super().__getattr__(name)
-        chosen.fast = Forgetful()
-        return chosen
+    def _memory(self) -> dict:
+        return Forgetful()
 
 
 class Forgetful(dict):
+    """Remembers nothing, so that every call is counted."""
+
     def __setitem__(self, key, value):
         pass
 
@@ -109,6 +126,20 @@ def current() -> Choices:
     return _active[-1]
 
 
+def _tuned(key: str, bucket: str) -> str:
+    return current().table.get(key) or current().table.get(bucket) or current().default or ""
+
+
+_tuned._dynamo_marked_constant = True  # type: ignore[attr-defined]  # torch.compiler.assume_constant_result, less its import of dynamo
+
+
+class Traced(Choices):
+    """current(), as torch.compile can trace it: asked once per call while tracing, the answer is baked into the graph."""
+
+    def pick(self, op: Op, call: Call) -> str:
+        return _tuned(call.key, call.bucketed(op).key) or op.stock
+
+
 @contextlib.contextmanager
 def use(choices: Choices) -> Iterator[Choices]:
     """Within the block, impl="auto" asks these choices."""
@@ -122,16 +153,24 @@ def use(choices: Choices) -> Iterator[Choices]:
 def public(op: Op):
     """The documented function of an op: the reference's arguments, plus impl."""
 
+    traced = chosen(op, Traced.__new__(Traced))
+
     def function(*args, impl: str = "auto", **options):
         if impl == "auto":
-            return getattr(current(), op.name)(*args, **options)
+            if torch.compiler.is_compiling():
+                return traced(*args, **options)
+            try:
+                return getattr(current(), op.name)(*args, **options)
+            except TypeError:
+                op.bind(args, options)  # raises, naming the op, if the arguments are what is wrong
+                raise
         run = op.impl(impl).run
+        if torch.compiler.is_compiling():
+            return run(*args, **options)
         bound = op.bind(args, options)
         if reason := op.why_not(impl, bound):
             raise error(op.name, impl, reason)
         return run(*args, **options)
-
-    import inspect
 
     parameters = [*op.signature.parameters.values(), inspect.Parameter("impl", inspect.Parameter.KEYWORD_ONLY, default="auto", annotation=str)]
     function.__name__ = function.__qualname__ = op.name

@@ -124,24 +124,33 @@ class Op:
             raise ValueError(f"{self.name}: impl must be 'auto' or one of {list(self.impls)}, got {name!r}")
         return self.impls[name]
 
-    def why_not(self, name: str, args: dict) -> str | None:
-        """None, or why this impl cannot serve these arguments on this machine."""
-        impl = self.impl(name)
-        if reason := self.check(**args):
-            return reason
-        if impl.needs == "triton" and machine.triton_mode() == "none":
+    def unavailable(self, name: str) -> str | None:
+        """None, or why this machine cannot run this impl at all."""
+        impl, mode = self.impl(name), machine.triton_mode()
+        if impl.needs == "triton" and mode == "none":
             return "needs a GPU, or TRITON_INTERPRET=1 to run on the CPU"
-        if impl.needs == "triton" and machine.triton_mode() == "gpu" and not all(t.is_cuda for t in tensors(args)):
-            return "needs tensors on the GPU; TRITON_INTERPRET=1 runs kernels on the CPU"
         if impl.needs not in ("torch", "triton"):
             if not machine.has(impl.needs):
                 return f"needs the package {impl.needs}, which is not installed"
-            if machine.triton_mode() != "gpu":
+            if mode != "gpu":
                 return "needs a GPU"
         capability = machine.this_machine().capability
         if impl.capability and capability and capability < impl.capability:
             return f"needs compute capability {impl.capability[0]}.{impl.capability[1]}, this GPU has {capability[0]}.{capability[1]}"
+        return None
+
+    def misfits(self, name: str, args: dict) -> str | None:
+        """None, or why this impl cannot serve these arguments, wherever it runs. Plain enough for torch.compile to trace."""
+        impl = self.impls[name]
+        if reason := self.check(**args):
+            return reason
+        if impl.needs != "torch" and torch.cuda.is_available() and not all(t.is_cuda for t in tensors(args)):
+            return "needs tensors on the GPU; TRITON_INTERPRET=1 on a machine without one runs kernels on the CPU"
         return impl.refuses(**args)
+
+    def why_not(self, name: str, args: dict) -> str | None:
+        """None, or why this impl cannot serve these arguments on this machine."""
+        return self.unavailable(name) or self.misfits(name, args)
 
     def call(self, args: dict) -> Call:
         grad = torch.is_grad_enabled() and any(args[g] is not None and args[g].requires_grad for g in self.grads)

@@ -1,0 +1,91 @@
+"""What every test shares. Without a GPU, kernels run in Triton's interpreter: that must be said before Triton is imported."""
+
+import os
+
+import torch
+
+if not torch.cuda.is_available():
+    os.environ["TRITON_INTERPRET"] = "1"
+
+import pytest  # noqa: E402
+
+from whet.op import DTYPES, Op, discover, tensors  # noqa: E402
+
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+
+
+def pytest_collection_modifyitems(items):
+    if DEVICE == "cpu":
+        for item in items:
+            if item.get_closest_marker("gpu"):
+                item.add_marker(pytest.mark.skip(reason="needs a GPU, and this machine has none"))
+
+
+@pytest.fixture
+def device() -> str:
+    return DEVICE
+
+
+@pytest.fixture(autouse=True)
+def seeded():
+    torch.manual_seed(0)
+
+
+@pytest.fixture(scope="session", autouse=True)
+def own_cache(tmp_path_factory):
+    """Nothing is read from or written to the user's cache."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("WHET_CACHE", str(tmp_path_factory.mktemp("cache")))
+        yield
+
+
+@pytest.fixture(autouse=True)
+def own_folder(tmp_path, monkeypatch):
+    """A whet.lock in the user's folder neither steers a test nor is changed by one."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.delenv("WHET_LOCK", raising=False)
+
+
+def case_id(case: dict) -> str:
+    """dict(M=9, N=96, layout="sliced") -> "9x96-sliced"."""
+    sizes = [str(v) for v in case.values() if isinstance(v, int) and not isinstance(v, bool)]
+    rest = [str(v) if isinstance(v, str) else f"{k}={v}" for k, v in case.items() if not isinstance(v, int) or isinstance(v, bool)]
+    return "-".join(["x".join(sizes), *rest]) if sizes else "-".join(rest)
+
+
+def meta(op: Op, case: dict, dtype: str = "float32") -> dict:
+    """The arguments of a case without their memory."""
+    return op.inputs(dtype=DTYPES[dtype], device="meta", **case)
+
+
+def first_case(op: Op, accept=lambda args: True) -> dict:
+    """The first case whose tensors are not empty, that its Triton impl takes, and that `accept` takes."""
+    refuses = op.impls["triton"].refuses if "triton" in op.impls else lambda **_: None
+
+    def fits(case):
+        args = meta(op, case)
+        return all(t.numel() for t in tensors(args)) and refuses(**args) is None and accept(args)
+
+    return next(case for case in op.cases if fits(case))
+
+
+def is_ragged(args: dict) -> bool:
+    """Several rows, and a size that no tile divides."""
+    x = tensors(args)[0]
+    return x.numel() > x.shape[-1] > 1 and any(n > 1 and n % 8 for n in x.shape)
+
+
+def ragged_case(op: Op) -> dict:
+    """A case whose rows themselves are ragged where there is one, else any ragged one."""
+    try:
+        return first_case(op, lambda args: is_ragged(args) and tensors(args)[0].shape[-1] % 8 and tensors(args)[0].is_contiguous())
+    except StopIteration:
+        return first_case(op, is_ragged)
+
+
+def every_op(accept=lambda op: True):
+    return [pytest.param(op, id=op.name) for op in discover().values() if accept(op)]
+
+
+def has_triton(op: Op) -> bool:
+    return "triton" in op.impls

@@ -1,0 +1,192 @@
+"""Every op, every impl, every case, every dtype: right in values and gradients, or refused with its reason."""
+
+import inspect
+import re
+
+import pytest
+import torch
+from conftest import DEVICE, case_id, every_op, first_case, has_triton, is_ragged, meta, ragged_case
+
+import whet.ops
+from whet.op import DTYPES, LAYOUTS, accepts, as_tuple, discover, nbytes, tensors
+from whet.verify import evaluate, verify, verify_case
+
+
+def grid():
+    """On the CPU the compile impl calls a C++ compiler for each shape and dtype: there, one case in bf16 stands for all."""
+    for op in discover().values():
+        for impl in op.impls:
+            if op.unavailable(impl):
+                continue
+            short = impl == "compile" and DEVICE == "cpu"
+            for case in [first_case(op)] if short else op.cases:
+                for dtype in ("bfloat16",) if short else ("float32", "float16", "bfloat16"):
+                    yield pytest.param(op, impl, case, dtype, id=f"{op.name}-{impl}-{case_id(case)}-{dtype}")
+
+
+@pytest.mark.parametrize("op, impl, case, dtype", grid())
+def test_impl_is_right_or_says_why_not(op, impl, case, dtype, device):
+    args = op.inputs(dtype=DTYPES[dtype], device=device, **case)
+    if reason := op.impls[impl].refuses(**args):
+        with pytest.raises(ValueError, match=re.escape(f"{op.name}[{impl}]: {reason}")):
+            getattr(whet.ops, op.name)(**args, impl=impl)
+        return
+    verdict = verify_case(op, impl, case, dtype, device)
+    assert verdict.ok, verdict.why
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("op", every_op(has_triton))
+def test_upstream_gradient_may_have_any_layout(op, layout, device):
+    verdict = verify_case(op, "triton", ragged_case(op), "float32", device, dout_layout=layout)
+    assert verdict.ok, verdict.why
+
+
+@pytest.mark.parametrize("op", every_op(has_triton))
+def test_gradient_of_a_sum_has_stride_zero_and_is_right(op, device):
+    args = op.inputs(dtype=torch.float32, device=device, **ragged_case(op))
+
+    def grads_of_sum(upstream):
+        leaves = {k: v.detach().requires_grad_(k in op.grads) if isinstance(v, torch.Tensor) else v for k, v in args.items()}
+        outs = as_tuple(op.impls["triton"].run(**leaves))
+        return torch.autograd.grad(outs, [leaves[k] for k in op.grads if leaves[k] is not None], [upstream(o) for o in outs])
+
+    expanded = grads_of_sum(lambda o: torch.ones((), device=device).expand(o.shape))
+    for a, b in zip(expanded, grads_of_sum(torch.ones_like)):
+        assert torch.equal(a, b)
+
+
+@pytest.mark.parametrize("op", every_op())
+def test_cost_counts_what_must_move_once(op):
+    """Differentiable inputs and outputs whole; other inputs (labels, tables) at most whole, since a part may do."""
+    args = meta(op, first_case(op), "bfloat16")
+    cost = op.cost(**args)
+    outputs = nbytes(*as_tuple(op.reference(**args)))
+    assert nbytes(*(args[k] for k in op.grads)) + outputs <= cost.bytes <= nbytes(*tensors(args)) + outputs
+    assert cost.flops > 0 and cost.bwd_bytes > 0 and cost.bwd_flops > 0
+
+
+@pytest.mark.parametrize(
+    "op, case", [pytest.param(op, case, id=f"{op.name}-{case_id(case)}") for op in discover().values() for case in op.cases]
+)
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_case_of_describes_the_arguments_it_is_given(op, case, dtype):
+    args = meta(op, case, dtype)
+    again = meta(op, op.case_of(**args), dtype)
+    assert {k: describe(v) for k, v in again.items()} == {k: describe(v) for k, v in args.items()}
+
+
+def describe(v):
+    """What a kernel can tell of an argument; the stride of a dimension of size one is not among it."""
+    if not isinstance(v, torch.Tensor):
+        return v
+    strides = "any" if v.numel() == 0 else tuple(s for s, n in zip(v.stride(), v.shape) if n > 1)
+    return tuple(v.shape), v.dtype, strides
+
+
+@pytest.mark.parametrize("op", every_op())
+def test_cases_cover_ragged_empty_and_strided_inputs(op):
+    every = [meta(op, case) for case in op.cases]
+    first = [tensors(args)[0] for args in every]
+    assert any(x.numel() == 0 for x in first), "no empty case"
+    assert any(not t.is_contiguous() for args in every for t in tensors(args)), "no strided case"
+    assert any(is_ragged(args) for args in every), "no ragged case"
+
+
+@pytest.mark.parametrize("op", every_op())
+def test_reference_is_short_and_the_public_function_documented(op):
+    assert op.reference.__doc__ and len(inspect.getsource(op.reference).splitlines()) <= 15
+    function = getattr(whet.ops, op.name)
+    assert op.reference.__doc__ in function.__doc__
+    assert all(impl in function.__doc__ for impl in op.impls)
+    assert list(inspect.signature(function).parameters) == [*op.signature.parameters, "impl"]
+
+
+@pytest.mark.parametrize("op", every_op())
+def test_an_impl_that_refuses_lists_its_limits_and_the_others_have_none(op):
+    for name, impl in op.impls.items():
+        assert bool(impl.limits) == (impl.refuses is not accepts), f"{op.name}[{name}]"
+
+
+@pytest.mark.parametrize("op", every_op())
+def test_named_grads_sizes_and_shapes_exist(op):
+    assert set(op.grads) <= set(op.signature.parameters)
+    for case in op.shapes.values():
+        assert set(op.dynamic) | set(op.tiny) <= set(op.case_of(**meta(op, case))), "dynamic and tiny name sizes of a case"
+
+
+@pytest.mark.parametrize("op", every_op())
+def test_unknown_impl_names_the_choices(op, device):
+    args = op.inputs(dtype=torch.float32, device=device, **first_case(op))
+    with pytest.raises(ValueError, match=rf"^{op.name}: impl must be 'auto' or one of .*'eager'.* got 'cuda'"):
+        getattr(whet.ops, op.name)(**args, impl="cuda")
+
+
+@pytest.mark.parametrize("impl", ["auto", "eager", "triton"])
+@pytest.mark.parametrize("op", every_op(has_triton))
+def test_unknown_option_names_it_and_the_arguments(op, impl, device):
+    args = op.inputs(dtype=torch.float32, device=device, **first_case(op))
+    with pytest.raises(ValueError, match=rf"^{op.name}: .*'colour'.*the arguments are \("):
+        getattr(whet.ops, op.name)(**args, colour="red", impl=impl)
+
+
+def later_tensors():
+    for op in discover().values():
+        args = meta(op, first_case(op))
+        for k in [k for k, v in args.items() if isinstance(v, torch.Tensor)][1:]:
+            yield pytest.param(op, k, id=f"{op.name}-{k}")
+
+
+@pytest.mark.parametrize("impl", ["auto", "eager", "triton"])
+@pytest.mark.parametrize("op, name", later_tensors())
+def test_wrong_shape_names_the_argument_and_both_shapes(op, name, impl, device):
+    args = op.inputs(dtype=torch.float32, device=device, **first_case(op))
+    args[name] = torch.cat([args[name], args[name][..., :1]], dim=-1)
+    got = re.escape(str(tuple(args[name].shape)))
+    with pytest.raises(ValueError, match=rf"^{op.name}\[{impl}\]: .*\b{name}\b.* must .*got .*{got}"):
+        getattr(whet.ops, op.name)(**args, impl=impl)
+
+
+@pytest.mark.parametrize("impl", ["auto", "eager", "triton"])
+@pytest.mark.parametrize("op, name", later_tensors())
+def test_wrong_device_names_the_argument_and_both_devices(op, name, impl, device):
+    args = op.inputs(dtype=torch.float32, device=device, **first_case(op))
+    args[name] = args[name].to("meta")
+    with pytest.raises(ValueError, match=rf"^{op.name}\[{impl}\]: {name} must be on \w+'s device {device}.*, got meta"):
+        getattr(whet.ops, op.name)(**args, impl=impl)
+
+
+@pytest.mark.parametrize("impl", ["auto", "eager", "triton"])
+@pytest.mark.parametrize("op", every_op(has_triton))
+def test_wrong_dtype_names_the_argument_and_both_dtypes(op, impl, device):
+    args = op.inputs(dtype=torch.float32, device=device, **first_case(op))
+    for name in (k for k in op.grads if args[k] is not None):
+        wrong = args | {name: args[name].to(torch.int32)}
+        with pytest.raises(ValueError, match=rf"^{op.name}\[{impl}\]: .*\b{name}\b must be .*got .*int32"):
+            getattr(whet.ops, op.name)(**wrong, impl=impl)
+
+
+@pytest.mark.parametrize("op", every_op(has_triton))
+def test_float64_is_refused_by_the_kernel_and_taken_by_eager(op, device):
+    args = op.inputs(dtype=torch.float64, device=device, **first_case(op))
+    with pytest.raises(ValueError, match=rf"^{op.name}\[triton\]: .*got .*float64"):
+        getattr(whet.ops, op.name)(**args, impl="triton")
+    assert as_tuple(getattr(whet.ops, op.name)(**args, impl="eager"))[0].isfinite().all()
+
+
+@pytest.mark.parametrize("op", every_op())
+def test_auto_without_a_lock_is_the_stock_impl(op, device):
+    args = op.inputs(dtype=torch.float32, device=device, **first_case(op))
+    stock = op.stock if op.why_not(op.stock, args) is None else "eager"
+    auto = evaluate(op, getattr(whet.ops, op.name), args, grad=True)
+    named = evaluate(op, op.impls[stock].run, args, grad=True)
+    assert all(torch.equal(auto[k], named[k]) for k in named if named[k] is not None)
+
+
+@pytest.mark.parametrize("op", every_op(has_triton))
+def test_kernel_is_right_at_every_bench_shape_cut_to_tiny(op, device):
+    for case in op.shapes.values():
+        small = case | {k: min(v, case[k]) for k, v in op.tiny.items() if k in case}
+        args = op.inputs(dtype=torch.bfloat16, device=device, **small)
+        verdict = verify(op, op.impls["triton"], args)
+        assert verdict.ok, f"{small}: {verdict.why}"

@@ -1,0 +1,225 @@
+"""Compile Triton kernels for GPUs that are not here, and read their registers, spills and shared memory.
+
+The launches come from the launchers themselves, run on meta tensors with Triton's launch replaced by a recorder, and are
+specialised by Triton's own binder: what is compiled here is what a GPU would compile. `python -m whet.ahead [OP...]`
+prints the table; TRITON_INTERPRET must be off, since interpreted kernels cannot be compiled.
+"""
+
+import argparse
+import contextlib
+import json
+import os
+import re
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from unittest import mock
+
+import torch
+import triton
+from triton.backends.compiler import GPUTarget
+from triton.backends.nvidia.compiler import get_ptxas, sm_arch_from_capability
+from triton.compiler import ASTSource, make_backend
+from triton.runtime.jit import JITFunction, create_function_from_signature
+
+from whet.op import DTYPES, Op, as_tuple, discover
+
+TARGETS = {
+    "sm_90": GPUTarget("cuda", 90, 32), "sm_80": GPUTarget("cuda", 80, 32),
+    "sm_100": GPUTarget("cuda", 100, 32), "gfx942": GPUTarget("hip", "gfx942", 64),
+}
+SHARED_LIMIT = {"sm_80": 166912, "sm_90": 232448, "sm_100": 232448, "gfx942": 65536}  # bytes one program may take
+
+
+@dataclass(frozen=True)
+class Launch:
+    """One kernel launch as a launcher made it."""
+
+    op: str
+    impl: str
+    case: str
+    dtype: str
+    fn: JITFunction
+    args: tuple
+    options: dict
+
+    @property
+    def kernel(self) -> str:
+        return self.fn.__name__
+
+    @property
+    def config(self) -> str:
+        """Constexprs and launch options, in the launcher's words."""
+        return " ".join(f"{k}={v}" for k, v in self.options.items())
+
+
+@dataclass(frozen=True)
+class Compiled:
+    registers: int
+    spills: int  # bytes a thread
+    shared: int  # bytes a program
+
+
+@dataclass(frozen=True)
+class Row:
+    """One line of the table: a kernel in one configuration on one target."""
+
+    op: str
+    impl: str
+    kernel: str
+    case: str
+    dtype: str
+    config: str
+    target: str
+    registers: int
+    spills: int
+    shared: int
+    problem: str  # empty: fit to ship
+
+
+@contextlib.contextmanager
+def recorded() -> Iterator[list[tuple]]:
+    """Within the block kernels are not launched: (function, arguments, options) of each launch is kept."""
+    seen: list[tuple] = []
+
+    def keep(self, *args, grid, warmup, **options):
+        seen.append((self, args, options))
+
+    def never(device_type=None):  # PyTorch's own raises for the meta device
+        return False
+
+    with mock.patch.object(JITFunction, "run", keep), mock.patch.object(torch, "is_autocast_enabled", never):
+        yield seen
+
+
+def launches(op: Op, impl: str, case: dict, dtype: str) -> list[Launch]:
+    """Every launch of a case's forward and backward, with all its outputs used and with each alone. Nothing is computed."""
+    args = op.inputs(dtype=DTYPES[dtype], device="meta", **case)
+    leaves = [args[k].requires_grad_() for k in op.grads if args[k] is not None]
+    with recorded() as seen:
+        if op.impls[impl].refuses(**args):
+            return []
+        outs = [o for o in as_tuple(op.impls[impl].run(**args)) if o.requires_grad]
+        for used in [outs, *([o] for o in outs)] if len(outs) > 1 else [outs]:
+            torch.autograd.grad(used, leaves, [torch.empty_like(o) for o in used], allow_unused=True, retain_graph=True)
+        with torch.no_grad():
+            op.impls[impl].run(**args)
+    name = " ".join(f"{k}={v}" for k, v in case.items())
+    return [Launch(op.name, impl, name, dtype, fn, a, options) for fn, a, options in seen]
+
+
+def specialise(launch: Launch, target: GPUTarget) -> tuple[ASTSource, dict]:
+    """The source and options the JIT would compile for this launch: dtypes, ones, multiples of 16, constexprs."""
+    fn, backend = launch.fn, make_backend(target)
+    bind = create_function_from_signature(fn.signature, fn.params, backend)
+    bound, specialization, options = bind(*launch.args, **launch.options)
+    parsed, signature, constexprs, attrs = fn._pack_args(backend, launch.options, bound, specialization, options)
+    return ASTSource(fn, signature, constexprs, attrs), parsed.__dict__
+
+
+def identity(launch: Launch) -> str:
+    """What makes two launches the same kernel."""
+    source, options = specialise(launch, TARGETS["sm_90"])
+    return f"{launch.kernel} {source.hash()} {sorted((k, str(v)) for k, v in options.items())}"
+
+
+def compile_for(launch: Launch, target: str) -> Compiled:
+    """Compile one launch for a target of TARGETS and read what it takes."""
+    gpu = TARGETS[target]
+    source, options = specialise(launch, gpu)
+    kernel = triton.compile(source, target=gpu, options=options)
+    read = _read_ptxas(kernel.asm["ptx"], gpu.arch) if gpu.backend == "cuda" else _read_amdgcn(kernel.asm["amdgcn"])
+    return Compiled(*read, shared=kernel.metadata.shared)
+
+
+def _read_ptxas(ptx: str, arch: int) -> tuple[int, int]:
+    with tempfile.TemporaryDirectory() as folder:
+        Path(folder, "kernel.ptx").write_text(ptx)
+        name = sm_arch_from_capability(arch)
+        command = [get_ptxas(arch).path, "-v", f"--gpu-name={name}", "kernel.ptx", "-o", "kernel.cubin"]
+        log = subprocess.run(command, cwd=folder, capture_output=True, text=True, check=True).stderr
+    spills = sum(int(n) for n in re.findall(r"(\d+) bytes spill stores", log))
+    return max(int(n) for n in re.findall(r"Used (\d+) registers", log)), spills
+
+
+def _read_amdgcn(text: str) -> tuple[int, int]:
+    count = {k: int(v) for k, v in re.findall(r"^\s*\.(vgpr_count|vgpr_spill_count):\s*(\d+)", text, re.M)}
+    return count["vgpr_count"], 4 * count["vgpr_spill_count"]
+
+
+def wanted(op: Op, impl: str, seen: set[str]) -> Iterator[tuple[Launch, tuple[str, ...]]]:
+    """The launches of an impl not yet seen, with their targets: sm_90 gets everything, the others the bench shapes in bf16."""
+    plans = [(case, dtype) for dtype in ("bfloat16", "float32") for case in op.shapes.values()]
+    plans += [(case, "bfloat16") for case in op.cases]
+    for i, (case, dtype) in enumerate(plans):
+        for launch in launches(op, impl, case, dtype):
+            key = identity(launch)
+            if key not in seen:
+                seen.add(key)
+                yield launch, tuple(TARGETS) if i < len(op.shapes) else ("sm_90",)
+
+
+def row(launch: Launch, target: str, allowed: str) -> Row:
+    """Compile and judge: a failure, spills on sm_90 without a stated reason, or too much shared memory is a problem."""
+    head = (launch.op, launch.impl, launch.kernel, launch.case, launch.dtype, launch.config, target)
+    try:
+        c = compile_for(launch, target)
+    except Exception as e:  # whatever a compiler throws is this row's problem, not the table's
+        return Row(*head, 0, 0, 0, f"does not compile: {(str(e).strip() or type(e).__name__).splitlines()[-1]}")
+    problem = ""
+    if c.shared > SHARED_LIMIT[target]:
+        problem = f"takes {c.shared} bytes of shared memory, {target} has {SHARED_LIMIT[target]}"
+    elif c.spills and target == "sm_90" and not allowed:
+        problem = f"spills {c.spills} bytes a thread, and the impl gives no reason"
+    return Row(*head, c.registers, c.spills, c.shared, problem)
+
+
+def check(names: list[str], progress) -> list[Row]:
+    """The rows of the named ops (all when none is named), `progress(done, total, text)` after each compile."""
+    ops = discover()
+    if unknown := set(names) - set(ops):
+        raise ValueError(f"op must be among {list(ops)}, got {sorted(unknown)}")
+    work, seen = [], set()  # type: ignore[var-annotated]
+    for op in (ops[n] for n in names or ops):
+        for name, impl in op.impls.items():
+            if impl.needs == "triton":
+                work += [(launch, target, impl.spills) for launch, targets in wanted(op, name, seen) for target in targets]
+    rows = []
+    for i, (launch, target, allowed) in enumerate(work, 1):
+        rows.append(row(launch, target, allowed))
+        progress(i, len(work), f"{launch.op} {launch.kernel} {target}")
+    return rows
+
+
+def table(rows: list[Row]) -> str:
+    head = ("op", "kernel", "dtype", "config", "target", "regs", "spills", "shared", "problem")
+    numbers = [[str(n) for n in (r.registers, r.spills, r.shared)] for r in rows]
+    body = [(r.op, r.kernel, r.dtype, r.config, r.target, *n, r.problem) for r, n in zip(rows, numbers)]
+    widths = [max(map(len, column)) for column in zip(head, *body)]
+    return "\n".join("  ".join(cell.ljust(w) for cell, w in zip(line, widths)).rstrip() for line in (head, *body))
+
+
+def main(argv: list[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(prog="python -m whet.ahead", description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("ops", nargs="*", metavar="OP", help="ops to compile (default: all)")
+    parser.add_argument("--json", action="store_true", help="print the rows as JSON")
+    options = parser.parse_args(argv)
+    if os.environ.get("TRITON_INTERPRET") == "1":
+        parser.error("TRITON_INTERPRET must be off: interpreted kernels cannot be compiled")
+
+    def progress(done: int, total: int, text: str) -> None:
+        if sys.stderr.isatty():
+            print(f"\r\033[K[{done}/{total}] {text}", end="\n" if done == total else "", file=sys.stderr, flush=True)
+        elif done % 25 == 0 or done == total:
+            print(f"[{done}/{total}] {text}", file=sys.stderr, flush=True)
+
+    rows = check(options.ops, progress)
+    print(json.dumps([asdict(r) for r in rows]) if options.json else table(rows))
+    return int(any(r.problem for r in rows))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,191 @@
+"""The command line: one function per command."""
+
+import contextlib
+import json
+import sys
+from collections.abc import Callable, Iterator
+from dataclasses import asdict
+from typing import Annotated
+
+import typer
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+
+import whet.ops  # noqa: F401  (fills the registry)
+from whet import machine, measure
+from whet.lock import Lock
+from whet.op import DTYPES, Call, Op, discover
+from whet.optimize import PRECISIONS, optimize
+from whet.report import record, tables
+from whet.tune import modes_here, reduced_note, tune
+
+app = typer.Typer(no_args_is_help=True, add_completion=False, help="Sharpens PyTorch transformers: kernels proven right, measured faster, with the proof shown.")
+console = Console(width=None if sys.stdout.isatty() else 160, highlight=False)
+
+Json = Annotated[bool, typer.Option("--json", help="Print the record as JSON instead of tables (default off).")]
+Records = Annotated[str, typer.Option("--records", metavar="DIR", help="Folder the record is written to (default records).")]
+
+
+@contextlib.contextmanager
+def progress_bar(show: bool) -> Iterator[Callable[[str, int, int], None]]:
+    """A bar on a terminal, nothing elsewhere."""
+    if not (show and console.is_terminal):
+        yield lambda text, done, total: None
+        return
+    columns = (TextColumn("{task.description:<36}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
+    with Progress(*columns, console=console, transient=True) as bar:
+        task = bar.add_task("starting", total=None)
+        yield lambda text, done, total: bar.update(task, description=text, completed=done, total=total)
+
+
+def emit(made: dict, as_json: bool, folder: str, name: str, show: Callable[[], None]) -> None:
+    path = record.write(made, folder, name)
+    if as_json:
+        typer.echo(json.dumps(made, indent=1))
+        return
+    show()
+    if path:
+        console.print(f"record: {path}")
+
+
+def show_calls(entries: list[dict]) -> None:
+    console.print(tables.calls_table(entries))
+    for line in tables.left_out(entries):
+        console.print(line)
+
+
+@contextlib.contextmanager
+def plain_errors() -> Iterator[None]:
+    """What a user did wrong is one line, exit code 2; a stopped run says what it kept, exit code 130."""
+    try:
+        yield
+    except ValueError as e:
+        typer.echo(f"whet: {e}", err=True)
+        raise typer.Exit(2) from None
+    except KeyboardInterrupt:
+        typer.echo("whet: stopped; what was tuned so far is kept in whet.lock, and the next run goes on from there", err=True)
+        raise typer.Exit(130) from None
+
+
+@app.command("machine")
+def machine_command(as_json: Json = False, again: Annotated[bool, typer.Option(help="Measure the ceilings anew (default: from the cache).")] = False):
+    """GPU, compute capability, versions, measured ceilings (GB/s, TFLOP/s), and what Triton can do here."""
+    with console.status("measuring ceilings") if console.is_terminal and not as_json else contextlib.nullcontext():
+        roof = asdict(measure.ceilings(again))
+    m = machine.this_machine().as_dict()
+    if as_json:
+        typer.echo(json.dumps({"machine": m, "ceilings": roof}, indent=1))
+    else:
+        console.print(tables.machine_table(m, roof))
+
+
+@app.command("ops")
+def ops_command(as_json: Json = False):
+    """Each op: its arguments, meaning, impls, and what each impl refuses."""
+    if not as_json:
+        console.print(tables.ops_table(discover()))
+        return
+    listed = {
+        op.name: {
+            "signature": str(op.signature), "doc": op.reference.__doc__, "shapes": op.shapes,
+            "impls": {n: {"needs": i.needs, "refuses": list(i.limits)} for n, i in op.impls.items()},
+        }
+        for op in discover().values()
+    }
+    typer.echo(json.dumps(listed, indent=1))
+
+
+def parse_shape(op: Op, text: str) -> dict:
+    """'M=4096,N=384', or the name of one of the op's shapes."""
+    if text in op.shapes:
+        return op.shapes[text]
+    pairs = [part.partition("=") for part in text.split(",")]
+    if not all(sign and value.isdigit() for _, sign, value in pairs):
+        raise ValueError(f"bench: a shape of {op.name} must be one of {list(op.shapes)} or sizes like M=4096,N=384, got {text!r}")
+    return {k.strip(): int(v) for k, _, v in pairs}
+
+
+def bench_calls(names: list[str], shapes: list[str], dtype: str, grad: bool) -> list[tuple[Call, int]]:
+    ops = discover()
+    if unknown := [n for n in names if n not in ops]:
+        raise ValueError(f"bench: unknown op {unknown[0]!r}; there are {', '.join(ops)}")
+    if dtype not in DTYPES:
+        raise ValueError(f"bench: dtype must be one of {list(DTYPES)}, got {dtype!r}")
+    calls = []
+    for op in (ops[n] for n in names or ops):
+        cases = [parse_shape(op, s) for s in shapes] or list(op.shapes.values())
+        for case in cases:
+            try:
+                op.inputs(dtype=DTYPES[dtype], device="meta", **case)
+            except TypeError as e:
+                raise ValueError(f"bench: {op.name} cannot be made from {case}: {e}") from None
+            calls.append((Call(op.name, case, dtype, grad), 1))
+    return calls
+
+
+@app.command()
+def bench(
+    ops: Annotated[list[str] | None, typer.Argument(metavar="[OP...]", help="Ops to time (default all).")] = None,
+    shapes: Annotated[list[str] | None, typer.Option("--shapes", help="A shape's name or sizes, M=4096,N=384; may be given again (default: the op's own).")] = None,
+    mode: Annotated[str, typer.Option(help="eager (host overhead included), graph (GPU work alone) or both; a CPU has eager only.")] = "both",
+    dtype: Annotated[str, typer.Option(help="float32, float16 or bfloat16.")] = "bfloat16",
+    forward_only: Annotated[bool, typer.Option(help="Leave the backward out (default: forward + backward).")] = False,
+    seconds: Annotated[float, typer.Option(help="Measuring time per candidate, seconds.")] = 0.25,
+    records: Records = "records",
+    name: Annotated[str, typer.Option(help="Name of the record (default: bench and the ops).")] = "",
+    as_json: Json = False,
+):
+    """Verify every impl of each op, then time the survivors in turns. Example: whet bench rms_norm --shapes M=64,N=128"""
+    with plain_errors():
+        if mode not in (*measure.MODES, "both"):
+            raise ValueError(f"bench: mode must be eager, graph or both, got {mode!r}")
+        if mode == "graph" and "graph" not in modes_here():
+            raise ValueError("bench: mode graph needs a GPU")
+        modes = modes_here() if mode == "both" else (mode,)
+        lock = Lock()
+        with progress_bar(not as_json) as progress:
+            tune(bench_calls(ops or [], shapes or [], dtype, not forward_only), lock, modes, progress, seconds, bucket=False)
+        entries = list(lock.calls.values())
+        made = record.make(f"whet bench {' '.join(ops or [])}".strip(), {"entries": entries, "ceilings": asdict(measure.ceilings()), "note": reduced_note()})
+
+        def show():
+            show_calls(entries)
+            console.print(reduced_note())
+
+        emit(made, as_json, records, name or "bench " + " ".join(ops or ["all"]), show)
+
+
+@app.command("optimize")
+def optimize_command(
+    target: Annotated[str, typer.Argument(metavar="TARGET", help="A built-in model and size, such as tiny-llama:small.")],
+    precision: Annotated[str, typer.Option(help=f"{', '.join(PRECISIONS)}; only ever what is asked for.")] = "float32",
+    again: Annotated[bool, typer.Option(help="Measure the plans anew even if the lock has them (default off).")] = False,
+    seconds: Annotated[float, typer.Option(help="Measuring time per plan, seconds.")] = 0.5,
+    lock: Annotated[str, typer.Option(metavar="FILE", help="The lock file.")] = "whet.lock",
+    records: Records = "records",
+    as_json: Json = False,
+):
+    """Record the model's calls, verify and time every candidate, choose, and time the whole model before and after.
+
+    Example: whet optimize tiny-llama:tiny
+    """
+    with plain_errors():
+        with progress_bar(not as_json) as progress:
+            result = optimize(target, Lock.read(lock), precision, again, seconds, progress)
+        made = record.make(f"whet optimize {target} --precision {precision}", result)
+
+        def show():
+            show_calls(result["entries"])
+            console.print(tables.plans_table(result))
+            console.print(f"{result['chosen']}: {result['speedup']:.2f}x the plain eager model, every gradient verified. {result['note']}")
+            console.print(f"lock: {lock}")
+
+        emit(made, as_json, records, f"optimize {target} {precision}", show)
+
+
+def main() -> None:
+    app()
+
+
+if __name__ == "__main__":
+    main()

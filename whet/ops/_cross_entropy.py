@@ -1,0 +1,242 @@
+"""What cross_entropy and linear_cross_entropy share: a row of logits to its loss, its softmax and its gradient."""
+
+import torch
+import triton
+import triton.language as tl
+
+LOWEST = tl.constexpr(-3.0e38)  # finite, so that a row that starts with -inf keeps exp(z - top) defined
+
+
+@triton.jit
+def _tanh(x):
+    """The odd polynomial near zero, where 1 - exp(-2|x|) cancels; under two fp32 steps everywhere."""
+    a = tl.abs(x)
+    e = tl.exp(-2.0 * a)
+    q = x * x
+    near = a * (1.0 + q * (-0.33333334 + q * (0.13333334 + q * (-0.05396825 + q * 0.021869488))))
+    t = tl.where(a < 0.3, near, (1.0 - e) / (1.0 + e))
+    return tl.where(x < 0.0, -t, t)
+
+
+@triton.jit
+def _capped(z, softcap, HAS_SOFTCAP: tl.constexpr):
+    return softcap * _tanh(z / softcap) if HAS_SOFTCAP else z
+
+
+@triton.jit
+def _softmax_of_row(row_ptr, V, P, softcap, BLOCK_R: tl.constexpr, BLOCK_V: tl.constexpr, HAS_SOFTCAP: tl.constexpr):
+    """top = max z, log_mass = log(sum exp(z - top)), mean z of one row, read once; P = 0 reads nothing.
+
+    A tile is (BLOCK_R, BLOCK_V), its rows in the same thread: the running maximum needs no barrier, and rescaling costs
+    1/BLOCK_R of an exp per element.
+    """
+    v = tl.arange(0, BLOCK_R)[:, None] * BLOCK_V + tl.arange(0, BLOCK_V)[None, :]
+    tops = tl.full((BLOCK_V,), LOWEST, tl.float32)
+    masses = tl.zeros((BLOCK_V,), tl.float32)
+    totals = tl.zeros((BLOCK_V,), tl.float32)
+    for start in range(0, P, BLOCK_R * BLOCK_V):
+        z = tl.load(row_ptr + start + v, mask=start + v < P, other=0.0).to(tl.float32)
+        z = tl.where(start + v < V, _capped(z, softcap, HAS_SOFTCAP), float("-inf"))
+        higher = tl.maximum(tops, tl.max(z, axis=0))
+        masses = masses * tl.exp(tops - higher) + tl.sum(tl.exp(z - higher[None, :]), axis=0)
+        totals += tl.sum(tl.where(start + v < V, z, 0.0), axis=0)
+        tops = higher
+    top = tl.max(tops, axis=0)
+    return top, tl.log(tl.sum(masses * tl.exp(tops - top), axis=0)), tl.sum(totals, axis=0) / V
+
+
+@triton.jit
+def _loss(top, log_mass, mean, at_target, smoothing, HAS_SMOOTHING: tl.constexpr):
+    """lse - z[target] as (top - z) + log_mass: nothing cancels when the target is the maximum."""
+    if HAS_SMOOTHING:
+        return (1.0 - smoothing) * (top - at_target) + smoothing * (top - mean) + log_mass
+    else:
+        return (top - at_target) + log_mass
+
+
+@triton.jit
+def _gradient(z, v, target, top, log_mass, V, smoothing, softcap, HAS_SOFTCAP: tl.constexpr):
+    """d loss / d z of one row: softmax minus the smoothed one-hot target, through the softcap."""
+    capped = _capped(z, softcap, HAS_SOFTCAP)
+    d = tl.exp((capped - top) - log_mass) - smoothing / V - tl.where(v == target, 1.0 - smoothing, 0.0)
+    if HAS_SOFTCAP:
+        d *= 1.0 - (capped / softcap) * (capped / softcap)
+    return d
+
+
+@triton.jit
+def _loss_kernel(
+    z_ptr, target_ptr,  # inputs
+    loss_ptr, stats_ptr,  # outputs: (M,), (2, M)
+    stride_zm, stride_stats,
+    V, P, ignore_index, smoothing, softcap,
+    BLOCK_R: tl.constexpr, BLOCK_V: tl.constexpr, HAS_SOFTCAP: tl.constexpr, HAS_SMOOTHING: tl.constexpr,
+):
+    """loss = log(sum exp z) - z[target] per row, and the two numbers its softmax is made again from.  One program, one row.
+
+    Fuses   softcap, softmax, label smoothing and the pick of the target: a row is read once, an ignored one never.
+    Moves   z, target in; loss, stats out = M*V*itemsize + 20*M.  Unfused: 3*M*V and more.
+    Rounds  nothing: fp32 inside and out.
+    """
+    m = tl.program_id(0).to(tl.int64)
+    row_ptr = z_ptr + m * stride_zm
+    target = tl.load(target_ptr + m).to(tl.int64)
+    counts = target != ignore_index
+
+    at_target = tl.load(row_ptr + target, mask=(target >= 0) & (target < V), other=0.0).to(tl.float32)
+    at_target = _capped(at_target, softcap, HAS_SOFTCAP)
+    top, log_mass, mean = _softmax_of_row(row_ptr, V, tl.where(counts, P, 0), softcap, BLOCK_R, BLOCK_V, HAS_SOFTCAP)
+    loss = _loss(top, log_mass, mean, at_target, smoothing, HAS_SMOOTHING)
+    tl.store(loss_ptr + m, tl.where(counts, loss, 0.0))
+    tl.store(stats_ptr + m, top)
+    tl.store(stats_ptr + stride_stats + m, log_mass)
+
+
+@triton.jit
+def _dlogits_kernel(
+    z_ptr, target_ptr, stats_ptr, dloss_ptr, scale_ptr,  # inputs
+    dz_ptr,  # output, may be z_ptr
+    stride_zm, stride_dzm, stride_stats, stride_dloss,
+    V, P, ignore_index, smoothing, softcap,
+    BLOCK_V: tl.constexpr, HAS_SOFTCAP: tl.constexpr,
+):
+    """dz = (softmax(z) - onehot(target)) * dloss * scale, zero where ignored.  One program, BLOCK_V columns of one row.
+
+    Fuses   softmax, the one-hot, the softcap's slope and the upstream gradient.
+    Moves   z in, dz out = 2*M*V*itemsize.
+    Rounds  once, at the store.
+    """
+    pid = tl.program_id(0)
+    blocks = tl.cdiv(P, BLOCK_V)
+    m = (pid // blocks).to(tl.int64)
+    v = (pid % blocks) * BLOCK_V + tl.arange(0, BLOCK_V)
+    target = tl.load(target_ptr + m).to(tl.int64)
+    counts = target != ignore_index
+
+    z = tl.load(z_ptr + m * stride_zm + v, mask=(v < P) & counts, other=0.0).to(tl.float32)
+    d = _gradient(z, v, target, tl.load(stats_ptr + m), tl.load(stats_ptr + stride_stats + m), V, smoothing, softcap, HAS_SOFTCAP)
+    dloss = tl.load(dloss_ptr + m * stride_dloss) * tl.load(scale_ptr)
+    tl.store(dz_ptr + m * stride_dzm + v, tl.where((v < V) & counts, d * dloss, 0.0), mask=v < P)
+
+
+@triton.jit
+def _loss_and_dlogits_kernel(
+    z_ptr, target_ptr,  # z is overwritten with dz
+    loss_ptr,
+    stride_zm,
+    V, P, ignore_index, smoothing, softcap,
+    BLOCK_R: tl.constexpr, BLOCK_V: tl.constexpr, HAS_SOFTCAP: tl.constexpr, HAS_SMOOTHING: tl.constexpr,
+):
+    """The loss of a row, then dz = softmax(z) - onehot(target) over it, zero where ignored.  One program, one row.
+
+    Fuses   forward and backward: the second read goes from the end of the row, which is still in L2, to its start.
+    Moves   z in, dz out = 2*M*V*itemsize, and of the second read what L2 has lost.
+    Rounds  dz once, at the store; fp32 inside.
+    """
+    m = tl.program_id(0).to(tl.int64)
+    row_ptr = z_ptr + m * stride_zm
+    target = tl.load(target_ptr + m).to(tl.int64)
+    counts = target != ignore_index
+
+    at_target = tl.load(row_ptr + target, mask=(target >= 0) & (target < V), other=0.0).to(tl.float32)
+    at_target = _capped(at_target, softcap, HAS_SOFTCAP)
+    top, log_mass, mean = _softmax_of_row(row_ptr, V, tl.where(counts, P, 0), softcap, BLOCK_R, BLOCK_V, HAS_SOFTCAP)
+    loss = _loss(top, log_mass, mean, at_target, smoothing, HAS_SMOOTHING)
+    tl.store(loss_ptr + m, tl.where(counts, loss, 0.0))
+
+    tl.debug_barrier()  # every warp has read its z[target] before any warp overwrites the row
+    blocks = tl.cdiv(P, BLOCK_R * BLOCK_V)
+    for done in range(0, blocks):
+        v = (blocks - 1 - done) * (BLOCK_R * BLOCK_V) + tl.arange(0, BLOCK_R)[:, None] * BLOCK_V + tl.arange(0, BLOCK_V)[None, :]
+        z = tl.load(row_ptr + v, mask=(v < P) & counts, other=0.0).to(tl.float32)
+        d = _gradient(z, v, target, top, log_mass, V, smoothing, softcap, HAS_SOFTCAP)
+        tl.store(row_ptr + v, tl.where((v < V) & counts, d, 0.0), mask=v < P)
+
+
+@triton.jit
+def _reduce_kernel(
+    loss_ptr, target_ptr, num_items_ptr,  # inputs
+    out_ptr, scale_ptr,  # outputs, one number each
+    M, ignore_index,
+    BLOCK_M: tl.constexpr, MEAN: tl.constexpr, HAS_NUM_ITEMS: tl.constexpr,
+):
+    """out = sum(loss) / divisor, scale = 1 / divisor; divisor is the count of targets, num_items, or 1.  One program.
+
+    Fuses   the sum, the count and the division, on the device: no launch waits for a number.
+    Moves   loss, target in = 12*M.
+    Rounds  fp32 sums in a fixed order. No target counts: out is 0/0 as in torch, scale 0, so that gradients are zero.
+    """
+    total = tl.zeros((BLOCK_M,), tl.float32)
+    count = tl.zeros((BLOCK_M,), tl.int32)
+    for start in range(0, M, BLOCK_M):
+        m = (start + tl.arange(0, BLOCK_M)).to(tl.int64)
+        total += tl.load(loss_ptr + m, mask=m < M, other=0.0)
+        count += (tl.load(target_ptr + m, mask=m < M, other=ignore_index) != ignore_index).to(tl.int32)
+    loss = tl.sum(total, axis=0)
+    counted = tl.sum(count, axis=0).to(tl.float32)
+    divisor = tl.full((), 1.0, tl.float32)
+    if HAS_NUM_ITEMS:
+        divisor = tl.load(num_items_ptr).to(tl.float32)
+    elif MEAN:
+        divisor = counted
+    tl.store(out_ptr, tl.div_rn(loss, divisor))
+    tl.store(scale_ptr, tl.where(counted > 0.0, tl.div_rn(1.0, divisor), 0.0))
+
+
+def tile(P: int) -> dict:
+    """BLOCK_R, BLOCK_V, num_warps of the one-row kernels: eight columns a thread, up to four deep."""
+    BLOCK_V = min(triton.next_power_of_2(max(P, 16)), 2048 if P <= 65536 else 4096)
+    BLOCK_R = min(4, triton.next_power_of_2(triton.cdiv(P, BLOCK_V)))
+    return dict(BLOCK_R=BLOCK_R, BLOCK_V=BLOCK_V, num_warps=max(1, BLOCK_V // 256))
+
+
+def losses(z, V, target, ignore_index, smoothing, softcap, loss, stats):
+    """Fill loss (M,) and stats (2, M) from the first V columns of z (M, P), unit stride in the row."""
+    M, P = z.shape
+    if M:
+        _loss_kernel[(M,)](
+            z, target, loss, stats, z.stride(0), stats.stride(0), V, P, ignore_index, smoothing, softcap,
+            HAS_SOFTCAP=softcap > 0, HAS_SMOOTHING=smoothing > 0, **tile(P),
+        )
+
+
+def losses_and_dlogits(z, V, target, ignore_index, smoothing, softcap, loss):
+    """Fill loss (M,) and overwrite z (M, P) with its unscaled gradient; columns from V on become zero."""
+    M, P = z.shape
+    if M:
+        _loss_and_dlogits_kernel[(M,)](
+            z, target, loss, z.stride(0), V, P, ignore_index, smoothing, softcap,
+            HAS_SOFTCAP=softcap > 0, HAS_SMOOTHING=smoothing > 0, **tile(P),
+        )
+
+
+def dlogits(z, V, target, stats, dloss, scale, ignore_index, smoothing, softcap, dz):
+    """Fill dz (M, P) from z, its stats and the upstream gradient, one number or one per row; dz may be z."""
+    M, P = z.shape
+    dloss = dloss.reshape(-1)
+    if M:
+        BLOCK_V = min(triton.next_power_of_2(max(P, 16)), 4096)
+        _dlogits_kernel[(M * triton.cdiv(P, BLOCK_V),)](
+            z, target, stats, dloss, scale, dz,
+            z.stride(0), dz.stride(0), stats.stride(0), 0 if dloss.numel() == 1 else dloss.stride(0),
+            V, P, ignore_index, smoothing, softcap,
+            BLOCK_V=BLOCK_V, HAS_SOFTCAP=softcap > 0, num_warps=max(1, min(8, BLOCK_V // 256)),
+        )
+    return dz
+
+
+def reduced(loss, target, ignore_index, mean, num_items):
+    """(sum of loss / divisor, 1 / divisor), both on the device."""
+    out, scale = loss.new_empty(()), loss.new_empty(())
+    _reduce_kernel[(1,)](
+        loss, target, loss if num_items is None else num_items, out, scale, loss.numel(), ignore_index,
+        BLOCK_M=2048, MEAN=mean, HAS_NUM_ITEMS=num_items is not None, num_warps=8,
+    )
+    return out, scale
+
+
+def as_tensor(num_items, device: torch.device) -> torch.Tensor | None:
+    """num_items for the kernels: a number is filled in on the device, which waits for nothing."""
+    if num_items is None or isinstance(num_items, torch.Tensor):
+        return num_items
+    return torch.full((), float(num_items), dtype=torch.float32, device=device)

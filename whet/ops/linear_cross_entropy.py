@@ -1,0 +1,296 @@
+"""linear_cross_entropy: the loss of the last layer, x @ w.T and cross_entropy in one, without ever holding all logits.
+
+Fuses   the projection, the softmax and both gradients: logits live in one chunk of rows at a time.
+Moves   three matrix products, and each chunk of logits four times over; no M*V buffer. Extra memory is CHUNK_BYTES, dx and dw.
+Rounds  logits to x's dtype, as F.linear does; the softmax in fp32; its gradient, unscaled, to x's dtype. dx is rounded after
+        its product and after the upstream scale. dw is summed over chunks in fp32 and rounded once, or, for bf16 weights
+        whose fp32 sum would pass ACCUMULATOR_BYTES, summed in bf16 with one rounding per chunk.
+"""
+
+import functools
+
+import torch
+import torch.nn.functional as F
+import triton
+import triton.language as tl
+
+from whet.library import Fused
+from whet.op import Cost, Impl, Op, error, floating, lay, layout_of, nbytes, rows, same_device
+from whet.ops import _cross_entropy as kernels
+from whet.ops import cross_entropy
+from whet.ops._rows import KERNEL_DTYPES, unit_rows
+
+CHUNK_BYTES = 224 << 20  # 2048 bf16 rows at vocabulary 50304 (four chunks of 8192), 768 at 151936: products stay large
+ACCUMULATOR_BYTES = 256 << 20  # an fp32 dw above this would cost more than the logits chunk
+COLUMNS = 16  # a logits row starts on a multiple of this: 16-byte tensor-core loads and Triton's wide ones
+
+
+def reference(x, w, target, ignore_index=-100, reduction="mean", label_smoothing=0.0, softcap=None, num_items=None):
+    """cross_entropy(x @ w.T, target): x (..., D), w (V, D), target (...); the options and the float32 loss are cross_entropy's."""
+    return cross_entropy.reference(F.linear(x, w), target, ignore_index, reduction, label_smoothing, softcap, num_items)
+
+
+def inputs(dtype, device, M, D, V, layout="contiguous", w_layout="contiguous", target_dtype="int64", ignored="some", **options):
+    args = cross_entropy.some_options(M, device, **options)
+    x = lay(torch.randn(M, D, device=device).to(dtype), layout)
+    w = lay((2 * D**-0.5 * torch.randn(V, D, device=device)).to(dtype), w_layout)
+    return dict(x=x, w=w, target=cross_entropy.some_targets(M, V, device, target_dtype, args["ignore_index"], ignored), **args)
+
+
+def case_of(x, w, target, **options):
+    case = dict(M=x.numel() // max(1, x.shape[-1]), D=x.shape[-1], V=w.shape[0], layout=layout_of(x))
+    case |= {} if w.is_contiguous() else dict(w_layout=layout_of(w))
+    return case | cross_entropy.options_of(target, **options)
+
+
+def check(x, w, target, **options):
+    if reason := floating(x=x, w=w) or same_device(x=x, w=w, target=target):
+        return reason
+    if x.dim() < 1 or w.dim() != 2 or w.shape[1] != x.shape[-1] or w.numel() < 1:
+        return f"w must have shape (V, {x.shape[-1] if x.dim() else 'D'}) to match x.shape[-1], got {tuple(w.shape)}"
+    if target.shape != x.shape[:-1]:
+        return f"target must have shape {tuple(x.shape[:-1])} to match x.shape[:-1], got {tuple(target.shape)}"
+    if w.dtype != x.dtype and not torch.is_autocast_enabled(x.device.type):
+        return f"w must have x's dtype {x.dtype} outside autocast, got {w.dtype}"
+    return cross_entropy.check_options(target, **options)
+
+
+def cost(x, w, target, **options):
+    product = 2 * x.numel() * w.shape[0]
+    return Cost(bytes=nbytes(x, w, target) + 4, flops=product, bwd_bytes=nbytes(x, w, target, x, w), bwd_flops=2 * product)
+
+
+@triton.jit
+def _scaled_kernel(
+    grad_ptr, dloss_ptr, scale_ptr,  # inputs
+    out_ptr,
+    numel,
+    BLOCK: tl.constexpr,
+):
+    """out = grad * (dloss * scale), in out's dtype.  One program, BLOCK elements.
+
+    Fuses   the upstream gradient, the mean's division and the cast of an fp32 sum.
+    Moves   grad in, out out.
+    Rounds  once, at the store.
+    """
+    i = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    factor = tl.load(dloss_ptr) * tl.load(scale_ptr)
+    grad = tl.load(grad_ptr + i, mask=i < numel, other=0.0).to(tl.float32)
+    tl.store(out_ptr + i, grad * factor, mask=i < numel)
+
+
+def scaled(grad, dloss, scale, dtype):
+    """A fresh tensor: the saved gradient stays as it was, for a second backward through the same graph."""
+    out = torch.empty(grad.shape, dtype=dtype, device=grad.device)
+    if out.numel():
+        _scaled_kernel[(triton.cdiv(out.numel(), 4096),)](grad, dloss, scale, out, out.numel(), BLOCK=4096, num_warps=8)
+    return out
+
+
+def chunks(M: int, row_bytes: int) -> list[slice]:
+    """Rows cut evenly into as few chunks as CHUNK_BYTES allows, each a multiple of 128 rows where it can be."""
+    most = max(1, CHUNK_BYTES // row_bytes)
+    unit = 128 if most >= 128 else 1
+    step = M if M <= most else triton.cdiv(triton.cdiv(M, triton.cdiv(M, most // unit * unit)), unit) * unit
+    return [slice(start, min(start + step, M)) for start in range(0, M, max(1, step))]
+
+
+@functools.cache
+def adds_in_fp32() -> bool:
+    """Whether addmm takes half matrices and a float32 sum in one product on the GPU: PyTorch 2.10 and later."""
+    return tuple(int(n) for n in torch.__version__.split(".")[:2]) >= (2, 10)
+
+
+def sum_dtype(w: torch.Tensor) -> torch.dtype:
+    """The dtype dw is summed in. fp16 always takes fp32: a frequent token's unscaled sum can pass 65504."""
+    return torch.float32 if w.dtype == torch.float16 or 4 * w.numel() <= ACCUMULATOR_BYTES else w.dtype
+
+
+def add_product(dw, dz, x, first: bool):
+    """dw += dz.T @ x, or = when first; out= throughout, which autocast leaves alone."""
+    if dw.dtype == x.dtype:
+        torch.addmm(dw, dz.t(), x, beta=0 if first else 1, out=dw)
+    elif dw.is_cuda and (first or adds_in_fp32()):
+        if first:
+            torch.mm(dz.t(), x, out_dtype=torch.float32, out=dw)
+        else:
+            torch.addmm(dw, dz.t(), x, out_dtype=torch.float32, out=dw)
+    else:
+        torch.addmm(dw, dz.t().to(dw.dtype), x.to(dw.dtype), beta=0 if first else 1, out=dw)
+
+
+class Walk:
+    """The rows of one call, chunk by chunk, with the gradients that were asked for."""
+
+    def __init__(self, x, w, target, need_dx: bool, need_dw: bool):
+        self.x, self.w, self.target = unit_rows(x), w, target.reshape(-1).contiguous()
+        self.M, self.V = self.x.shape[0], w.shape[0]
+        self.dx = torch.empty(x.shape if need_dx else 0, dtype=x.dtype, device=x.device)
+        self.dw = torch.empty(w.shape if need_dw else 0, dtype=sum_dtype(w), device=x.device)
+        if not self.M:
+            self.dw.zero_()
+
+    def __iter__(self):
+        """(rows, logits of those rows) with logits padded to whole COLUMNS; the buffer is used again for the next."""
+        P = triton.cdiv(self.V, COLUMNS) * COLUMNS
+        cuts = chunks(self.M, P * self.x.element_size())
+        buffer = torch.empty(cuts[0].stop if cuts else 0, P, dtype=self.x.dtype, device=self.x.device)
+        for cut in cuts:
+            z = buffer[: cut.stop - cut.start]
+            torch.mm(self.x[cut], self.w.t(), out=z[:, : self.V])
+            yield cut, z
+
+    def add(self, cut: slice, dz: torch.Tensor):
+        dz = dz[:, : self.V]
+        if self.dx.numel():
+            torch.mm(dz, self.w, out=self.dx.view(self.x.shape)[cut])
+        if self.dw.numel():
+            add_product(self.dw, dz, self.x[cut], first=cut.start == 0)
+
+
+def forward(x, w, target, ignore_index, reduction, smoothing, softcap, num_items, need_dx, need_dw):
+    """mean and sum: every row has the same upstream gradient, so dx and dw are made here, unscaled, from logits at hand."""
+    walk = Walk(x, w, target, need_dx, need_dw)
+    loss = torch.empty(walk.M, dtype=torch.float32, device=x.device)
+    stats = torch.empty(2, walk.M, dtype=torch.float32, device=x.device)
+    for cut, z in walk:
+        if need_dx or need_dw:
+            kernels.losses_and_dlogits(z, walk.V, walk.target[cut], ignore_index, smoothing, softcap, loss[cut])
+            walk.add(cut, z)
+        else:
+            kernels.losses(z, walk.V, walk.target[cut], ignore_index, smoothing, softcap, loss[cut], stats[:, cut])
+    loss, scale = kernels.reduced(loss, walk.target, ignore_index, reduction == "mean", num_items)
+    return loss, walk.dx, walk.dw, scale
+
+
+def backward(dloss, dx, dw, scale):
+    return scaled(dx, dloss, scale, dx.dtype), scaled(dw, dloss, scale, dx.dtype)
+
+
+def rows_forward(x, w, target, ignore_index, smoothing, softcap, need_dx, need_dw):
+    """none: the upstream gradient differs by row and is not known yet; keep what the softmax is made again from."""
+    walk = Walk(x, w, target, False, False)
+    loss = torch.empty(walk.M, dtype=torch.float32, device=x.device)
+    stats = torch.empty(2, walk.M, dtype=torch.float32, device=x.device)
+    for cut, z in walk:
+        kernels.losses(z, walk.V, walk.target[cut], ignore_index, smoothing, softcap, loss[cut], stats[:, cut])
+    return loss.view(target.shape), stats
+
+
+def rows_backward(dloss, x, w, target, stats, ignore_index, smoothing, softcap, need_dx, need_dw):
+    walk = Walk(x, w, target, need_dx, need_dw)
+    dloss, one = dloss.reshape(-1), torch.ones((), dtype=torch.float32, device=x.device)
+    for cut, z in walk:
+        kernels.dlogits(z, walk.V, walk.target[cut], stats[:, cut], dloss[cut], one, ignore_index, smoothing, softcap, z)
+        walk.add(cut, z)
+    return walk.dx, walk.dw.to(w.dtype)
+
+
+def _fake(x, w, target, ignore_index, reduction, smoothing, softcap, num_items, need_dx, need_dw):
+    scalar = x.new_empty((), dtype=torch.float32)
+    dw = w.new_empty(w.shape if need_dw else 0, dtype=sum_dtype(w))
+    return scalar, x.new_empty(x.shape if need_dx else 0), dw, torch.empty_like(scalar)
+
+
+def _rows_fake(x, w, target, ignore_index, smoothing, softcap, need_dx, need_dw):
+    return x.new_empty(target.shape, dtype=torch.float32), x.new_empty((2, target.numel()), dtype=torch.float32)
+
+
+def _rows_bwd_fake(dloss, x, w, target, stats, ignore_index, smoothing, softcap, need_dx, need_dw):
+    return x.new_empty(x.shape if need_dx else 0), w.new_empty(w.shape if need_dw else 0)
+
+
+FUSED = Fused(
+    "linear_cross_entropy",
+    "(Tensor x, Tensor w, Tensor target, int ignore_index, str reduction, float smoothing, float softcap, Tensor? num_items,"
+    " bool need_dx, bool need_dw) -> (Tensor, Tensor, Tensor, Tensor)", forward, _fake,
+    "(Tensor dloss, Tensor dx, Tensor dw, Tensor scale) -> (Tensor, Tensor)", backward,
+    lambda dloss, dx, dw, scale: (dx.new_empty(dx.shape), dx.new_empty(dw.shape)),
+    save=lambda args, results: (results[1:], ()),
+    grads_to=(0, 1) + (None,) * 8,
+)
+
+ROWS = Fused(
+    "linear_cross_entropy_rows",
+    "(Tensor x, Tensor w, Tensor target, int ignore_index, float smoothing, float softcap, bool need_dx, bool need_dw)"
+    " -> (Tensor, Tensor)", rows_forward, _rows_fake,
+    "(Tensor dloss, Tensor x, Tensor w, Tensor target, Tensor stats, int ignore_index, float smoothing, float softcap,"
+    " bool need_dx, bool need_dw) -> (Tensor, Tensor)", rows_backward, _rows_bwd_fake,
+    save=lambda args, results: ((*args[:3], results[1]), args[3:]),
+    grads_to=(0, 1) + (None,) * 6,
+)
+
+
+def refuses(x, w, target, **options):
+    if x.dtype not in KERNEL_DTYPES or w.dtype not in KERNEL_DTYPES:
+        return f"x and w must be float32, float16 or bfloat16, got {x.dtype} and {w.dtype}"
+    return None
+
+
+def run_triton(x, w, target, ignore_index=-100, reduction="mean", label_smoothing=0.0, softcap=None, num_items=None):
+    if reason := refuses(x, w, target):
+        raise error("linear_cross_entropy", "triton", reason)
+    if torch.is_autocast_enabled(x.device.type):
+        dtype = torch.get_autocast_dtype(x.device.type)
+        x, w = x.to(dtype), w.to(dtype)
+    grad = torch.is_grad_enabled()
+    need_dx, need_dw = grad and x.requires_grad, grad and w.requires_grad
+    smoothing, cap = float(label_smoothing), float(softcap or 0.0)
+    if reduction == "none":
+        return ROWS(x, w, target, ignore_index, smoothing, cap, need_dx, need_dw)
+    items = kernels.as_tensor(num_items, x.device)
+    return FUSED(x, w, target, ignore_index, reduction, smoothing, cap, items, need_dx, need_dw)
+
+
+def run_torch(x, w, target, ignore_index=-100, reduction="mean", label_smoothing=0.0, softcap=None, num_items=None):
+    return cross_entropy.run_torch(F.linear(x, w), target, ignore_index, reduction, label_smoothing, softcap, num_items)
+
+
+def liger_refuses(x, w, target, **options):
+    if x.dtype not in KERNEL_DTYPES:
+        return f"x must be float32, float16 or bfloat16, got {x.dtype}"
+    if w.requires_grad and not x.requires_grad:
+        return "x must require a gradient when w does: without it no gradient of w is made"
+    return None if x.numel() else "x must not be empty"
+
+
+def run_liger(x, w, target, ignore_index=-100, reduction="mean", label_smoothing=0.0, softcap=None, num_items=None):
+    from liger_kernel.ops.fused_linear_cross_entropy import LigerFusedLinearCrossEntropyFunction
+
+    how = reduction if num_items is None else "sum"
+    loss = LigerFusedLinearCrossEntropyFunction.apply(
+        rows(x), w, target.reshape(-1).contiguous(), None, None, ignore_index, 0.0, label_smoothing, how, softcap
+    )[0]
+    return loss.view(target.shape) if reduction == "none" else loss if num_items is None else (loss / num_items).to(loss.dtype)
+
+
+OP = Op(
+    name="linear_cross_entropy",
+    reference=reference,
+    inputs=inputs,
+    case_of=case_of,
+    check=check,
+    cases=(
+        dict(M=1, D=16, V=64), dict(M=7, D=24, V=100), dict(M=33, D=32, V=257, ignored="none"), dict(M=0, D=16, V=64),
+        dict(M=5, D=7, V=37), dict(M=6, D=16, V=96, ignored="all", reduction="sum"), dict(M=6, D=16, V=96, ignored="all"),
+        dict(M=9, D=16, V=96, layout="sliced"), dict(M=9, D=16, V=96, layout="transposed"), dict(M=9, D=16, V=96, layout="expanded"),
+        dict(M=9, D=16, V=96, w_layout="transposed"), dict(M=9, D=16, V=100, reduction="none"), dict(M=0, D=16, V=64, reduction="none"),
+        dict(M=9, D=16, V=100, reduction="sum"), dict(M=9, D=16, V=100, label_smoothing=0.1), dict(M=9, D=16, V=100, softcap=5.0),
+        dict(M=9, D=16, V=100, num_items="number"), dict(M=9, D=16, V=100, num_items="tensor"),
+        dict(M=9, D=16, V=100, target_dtype="int32", ignore_index=3),
+        dict(M=9, D=24, V=301, reduction="none", label_smoothing=0.2, softcap=10.0, ignore_index=0, layout="sliced"),
+    ),
+    shapes={f"{M}x{D}x{V}": dict(M=M, D=D, V=V) for M, D, V in ((8192, 768, 50304), (8192, 1024, 151936), (1024, 512, 1000))},
+    cost=cost,
+    grads=("x", "w"),
+    impls={
+        "torch": Impl(run_torch),
+        "triton": Impl(run_triton, refuses, needs="triton", limits=("dtypes other than fp32, fp16, bf16",)),
+        "liger": Impl(
+            run_liger, liger_refuses, needs="liger_kernel",
+            limits=("dtypes other than fp32, fp16, bf16", "an empty batch", "a gradient of w without one of x"),
+        ),
+    },
+    dynamic=("M",),
+    tiny=dict(M=16, D=32, V=300),
+)

@@ -1,0 +1,1 @@
+"""Records -> terminal tables, JSON, and the tables of README and docs. Only this package formats."""

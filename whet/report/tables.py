@@ -1,0 +1,90 @@
+"""Terminal tables. Each takes plain dicts, as records hold them."""
+
+from rich.table import Table
+
+from whet.measure import Timing
+from whet.op import Call, Op
+
+
+def ms(value: float | None) -> str:
+    return "-" if value is None else f"{value:.4f}" if value < 1 else f"{value:.3f}" if value < 100 else f"{value:.1f}"
+
+
+def spread(item: dict) -> float | None:
+    """The spread of anything that holds a timing's fields, by the clock's own rule."""
+    return Timing(item["ms"], item["low"], item["high"], item["samples"]).spread if item.get("ms") else None
+
+
+def machine_table(m: dict, roof: dict | None) -> Table:
+    table = Table(title="this machine", show_header=False, title_justify="left")
+    kind = f"compute capability {m['capability'][0]}.{m['capability'][1]}" if m["capability"] else "no CUDA capability"
+    table.add_row("GPU" if m["device"] == "cuda" else "CPU (no GPU found)", m["name"])
+    table.add_row("", f"{kind}, {m['sms']} {'SMs' if m['device'] == 'cuda' else 'cores'}, {m['memory_gib']} GiB")
+    table.add_row("versions", f"torch {m['torch']}, triton {m['triton']}, whet {m['whet']}, Python {m['python']}")
+    words = {
+        "gpu": "compiles and runs on this GPU", "interpret": "interprets kernels on the CPU (TRITON_INTERPRET=1)",
+        "none": "no GPU to run on: kernels are checked in the interpreter and compiled ahead of time, never timed",
+    }
+    table.add_row("Triton", words[m["triton_mode"]] if m["triton"] else "not installed")
+    if roof:
+        table.add_row("copy, measured", f"{roof['copy_gbs']:.0f} GB/s read + written")
+        table.add_row("matmul, measured", ", ".join(f"{k} {v:.1f} TFLOP/s" for k, v in roof["tflops"].items()))
+    return table
+
+
+def ops_table(ops: dict[str, Op]) -> Table:
+    table = Table("op", "meaning", "impls", "refuses", title="ops", title_justify="left", show_lines=True)
+    for op in ops.values():
+        limits = [f"{name}: {limit}" for name, impl in op.impls.items() for limit in impl.limits]
+        table.add_row(f"{op.name}{op.signature}", (op.reference.__doc__ or "").strip().splitlines()[0], ", ".join(op.impls), "\n".join(limits) or "-")
+    return table
+
+
+def entry_id(entry: dict) -> str:
+    call = Call(**entry["call"])
+    sizes = " ".join(f"{k}={v}" if not isinstance(v, bool) else k for k, v in call.case.items() if v not in (None, False, "contiguous"))
+    return f"{call.op} {sizes} {call.dtype}"
+
+
+def calls_table(entries: list[dict], title: str = "candidates: verified, then timed in turns") -> Table:
+    """One line per candidate of each call, the chosen one marked. Those that were refused are in `left_out`."""
+    table = Table("call", "mode", "impl", "ms", "± spread", "of roofline", "error / budget", "extra MiB", "host us", "", title=title, title_justify="left")
+    for e in entries:
+        rows = {name: c for name, c in e["candidates"].items() if c["ok"]}
+        for i, (name, c) in enumerate(rows.items()):
+            timed, chosen = c.get("ms"), name == e.get("chosen")
+            roof = f"{100 * e['floor_ms'] / timed:.0f}% {e['bound']}" if timed and e.get("floor_ms") else "-"
+            note = "interpreted only, sizes reduced" if c.get("interpreted") else ""
+            if chosen:
+                note = "chosen" + (f", {e['vs_rival']:.2f}x {e['rival']}" if e.get("rival") else "")
+            table.add_row(
+                f"{entry_id(e)} (x{e['count']})" if i == 0 else "", e["mode"] if i == 0 else "", name, ms(timed), ms(spread(c)), roof,
+                f"{c['share']:.2f}", "-" if c.get("peak_mib") is None else f"{c['peak_mib']:.1f}",
+                "-" if c.get("host_us") is None else f"{c['host_us']:.0f}", note,
+                style="bold green" if chosen else None, end_section=i == len(rows) - 1,
+            )
+    return table
+
+
+def left_out(entries: list[dict]) -> list[str]:
+    """Every candidate that lost its candidacy, with the reason, said once per op and impl."""
+    reasons: dict[tuple[str, str], list[str]] = {}
+    for e in entries:
+        for name, c in e["candidates"].items():
+            if not c["ok"]:
+                reasons.setdefault((name, c["why"]), []).append(e["call"]["op"])
+    return [f"not a candidate: {name} for {', '.join(dict.fromkeys(ops))}: {why}" for (name, why), ops in reasons.items()]
+
+
+def plans_table(result: dict) -> Table:
+    stored = ", from the lock" if result.get("from_lock") else ""
+    table = Table("plan", "step ms", "± spread", "samples/s", "speed-up", "peak MB", "error / budget", "", title=f"plans for {result['target']}: one training step{stored}", title_justify="left")
+    for r in result["plans"]:
+        timed = r.get("ms")
+        note = "chosen" + (" (tie: the simpler)" if result["tied"] else "") if r["name"] == result["chosen"] else r["why"]
+        table.add_row(
+            r["name"], ms(timed), ms(spread(r)), f"{r['samples_per_s']:.0f}" if timed else "-", f"{r['speedup']:.2f}x" if timed else "-",
+            f"{r['peak_mb']:.0f}" if r.get("peak_mb") else "-", f"{r['share']:.2f}" if "share" in r else "-", note,
+            style="bold green" if r["name"] == result["chosen"] else None,
+        )
+    return table

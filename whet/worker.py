@@ -1,0 +1,156 @@
+"""The child process in which candidates are tried: what crashes, hangs or poisons the GPU there costs only its candidacy.
+
+One JSON object per line each way. `python -m whet.worker [--preload FILE]` answers; `Worker` asks.
+"""
+
+import collections
+import importlib.util
+import json
+import os
+import selectors
+import subprocess
+import sys
+import tempfile
+
+import torch
+
+from whet import machine
+from whet.measure import captured, ceilings, compare, stepper
+from whet.op import DTYPES, Call, Op, discover
+from whet.verify import verify_case
+
+START_LIMIT_S = 120.0
+
+
+class Lost(Exception):
+    """The worker died or was stopped; the message says how."""
+
+
+class Worker:
+    """A handle on one child process, started at first use and again after each loss."""
+
+    def __init__(self, interpret: bool = False, preload: str | None = None):
+        self.interpret, self.preload = interpret, preload
+        self.process: subprocess.Popen | None = None
+
+    def start(self) -> None:
+        if self.process is not None:
+            return
+        env = os.environ | {"TRITON_INTERPRET": "1" if self.interpret else "0", "WHET_WORKER": "1"}
+        command = [sys.executable, "-m", "whet.worker", *(["--preload", self.preload] if self.preload else [])]
+        self.errors = tempfile.TemporaryFile("w+")  # noqa: SIM115 (lives as long as the child)
+        self.process = subprocess.Popen(
+            command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=self.errors, env=env, text=True, start_new_session=True
+        )
+
+    def ask(self, limit_s: float, **request) -> dict:
+        """The child's answer. Raises Lost if it dies or takes longer than limit_s."""
+        fresh = self.process is None
+        self.start()
+        assert self.process and self.process.stdin and self.process.stdout
+        try:
+            self.process.stdin.write(json.dumps(request) + "\n")
+            self.process.stdin.flush()
+        except BrokenPipeError:
+            raise self._lost() from None
+        with selectors.DefaultSelector() as selector:
+            selector.register(self.process.stdout, selectors.EVENT_READ)
+            if not selector.select(limit_s + (START_LIMIT_S if fresh else 0)):
+                self.stop()
+                raise Lost(f"took longer than {limit_s:.0f} s")
+        line = self.process.stdout.readline()
+        if not line:
+            raise self._lost()
+        answer = json.loads(line)
+        if answer.pop("poisoned", False):
+            self.stop()
+        return answer
+
+    def _lost(self) -> Lost:
+        assert self.process
+        code = self.process.wait()
+        self.errors.seek(0)
+        tail = [line.strip() for line in self.errors.read().splitlines() if line.strip()][-1:] or ["no message"]
+        self.process = None
+        return Lost(f"the process died ({f'signal {-code}' if code < 0 else f'exit {code}'}): {tail[0][:200]}")
+
+    def stop(self) -> None:
+        if self.process is not None:
+            self.process.kill()
+            self.process.wait()
+            self.process = None
+
+    def __enter__(self):
+        return self
+
+    def __exit__(self, *_):
+        self.stop()
+
+
+@torch.no_grad()
+def _args(op: Op, call: Call) -> dict:
+    torch.manual_seed(0)
+    return op.inputs(dtype=DTYPES[call.dtype], device=machine.this_machine().device, **call.case)
+
+
+def answer_verify(call: Call, impl: str) -> dict:
+    verdict = verify_case(discover()[call.op], impl, dict(call.case), call.dtype, machine.this_machine().device, grad=call.grad)
+    return {"ok": verdict.ok, "share": round(verdict.share, 4), "why": verdict.why}
+
+
+def answer_capture(call: Call, impl: str) -> dict:
+    """Whether this candidate can be captured as a CUDA graph at all."""
+    op = discover()[call.op]
+    captured(stepper(op, op.impls[impl].run, _args(op, call), call.grad))
+    return {}
+
+
+def answer_measure(call: Call, impls: list[str], mode: str, seconds: float) -> dict:
+    op = discover()[call.op]
+    args = _args(op, call)
+    steps = {name: stepper(op, op.impls[name].run, args, call.grad) for name in impls}
+    timings = compare(steps, mode=mode, seconds=seconds)
+    cost, roof = op.cost(**args), ceilings()
+    floor = roof.floor_ms(cost, call.grad, call.dtype)
+    moved, flops = cost.of(call.grad)
+    return {
+        "timings": {name: t.as_dict() for name, t in timings.items()},
+        "floor_ms": round(floor, 6), "bound": roof.bound(cost, call.grad, call.dtype), "bytes": moved, "flops": flops,
+    }
+
+
+ANSWERS = {"verify": answer_verify, "capture": answer_capture, "measure": answer_measure}
+
+
+def _answer(request: dict) -> dict:
+    what = request.pop("what")
+    try:
+        call = Call(**request.pop("call"))
+        return ANSWERS[what](call, **request)
+    except torch.cuda.OutOfMemoryError as e:
+        torch.cuda.empty_cache()
+        return {"error": f"out of memory: {str(e).split('.')[0]}"}
+    except Exception as e:  # a candidate may fail in any way; the reason goes to the report
+        text = str(e).strip().splitlines() or [""]
+        poisoned = torch.cuda.is_available() and "CUDA error" in str(e)
+        return {"error": f"{type(e).__name__}: {text[0][:200]}", "poisoned": poisoned}
+
+
+def main() -> None:
+    replies = os.fdopen(os.dup(1), "w")
+    os.dup2(2, 1)  # whatever candidates print goes to stderr, never between the answers
+    if "--preload" in sys.argv:
+        spec = importlib.util.spec_from_file_location("whet_preload", sys.argv[sys.argv.index("--preload") + 1])
+        assert spec and spec.loader
+        spec.loader.exec_module(importlib.util.module_from_spec(spec))
+    seen: collections.deque = collections.deque(maxlen=1)
+    for line in sys.stdin:
+        request = json.loads(line)
+        if request["call"] not in seen:  # another call: guards of the last one's compiled graphs would only slow this one
+            torch._dynamo.reset()
+            seen.append(request["call"])
+        print(json.dumps(_answer(request)), file=replies, flush=True)
+
+
+if __name__ == "__main__":
+    main()
