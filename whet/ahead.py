@@ -202,22 +202,31 @@ def table(rows: list[Row]) -> str:
     return "\n".join("  ".join(cell.ljust(w) for cell, w in zip(line, widths)).rstrip() for line in (head, *body))
 
 
+def show(done: int, total: int, text: str) -> None:
+    """Progress on stderr: one line rewritten on a terminal, every 25th elsewhere."""
+    if sys.stderr.isatty():
+        print(f"\r\033[K[{done}/{total}] {text}", end="\n" if done == total else "", file=sys.stderr, flush=True)
+    elif done % 25 == 0 or done == total:
+        print(f"[{done}/{total}] {text}", file=sys.stderr, flush=True)
+
+
 def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m whet.ahead", description=(__doc__ or "").splitlines()[0])
     parser.add_argument("ops", nargs="*", metavar="OP", help="ops to compile (default: all)")
-    parser.add_argument("--json", action="store_true", help="print the rows as JSON")
+    parser.add_argument("--json", action="store_true", help="rows as JSON instead of a table")
+    parser.add_argument("--out", type=Path, help="write there (default: print)")
     options = parser.parse_args(argv)
     if os.environ.get("TRITON_INTERPRET") == "1":
         parser.error("TRITON_INTERPRET must be off: interpreted kernels cannot be compiled")
-
-    def progress(done: int, total: int, text: str) -> None:
-        if sys.stderr.isatty():
-            print(f"\r\033[K[{done}/{total}] {text}", end="\n" if done == total else "", file=sys.stderr, flush=True)
-        elif done % 25 == 0 or done == total:
-            print(f"[{done}/{total}] {text}", file=sys.stderr, flush=True)
-
-    rows = check(options.ops, progress)
-    print(json.dumps([asdict(r) for r in rows]) if options.json else table(rows))
+    try:
+        rows = check(options.ops, show)
+    except ValueError as e:
+        parser.error(str(e))
+    text = json.dumps([asdict(r) for r in rows]) if options.json else table(rows)
+    if options.out:
+        options.out.write_text(text + "\n")
+    else:
+        print(text)
     return int(any(r.problem for r in rows))
 
 

@@ -11,6 +11,7 @@ import selectors
 import subprocess
 import sys
 import tempfile
+import threading
 
 import torch
 
@@ -136,7 +137,16 @@ def _answer(request: dict) -> dict:
         return {"error": f"{type(e).__name__}: {text[0][:200]}", "poisoned": poisoned}
 
 
+def _end_with_parent() -> None:
+    """A parent that was killed outright cannot stop its child, so the child watches for it, even in a hung kernel."""
+    parent = os.getppid()
+    while os.getppid() == parent:
+        threading.Event().wait(1.0)
+    os._exit(1)
+
+
 def main() -> None:
+    threading.Thread(target=_end_with_parent, daemon=True).start()
     replies = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)  # whatever candidates print goes to stderr, never between the answers
     if "--preload" in sys.argv:
@@ -147,7 +157,8 @@ def main() -> None:
     for line in sys.stdin:
         request = json.loads(line)
         if request["call"] not in seen:  # another call: guards of the last one's compiled graphs would only slow this one
-            torch._dynamo.reset()
+            if "torch._dynamo" in sys.modules:
+                torch._dynamo.reset()
             seen.append(request["call"])
         print(json.dumps(_answer(request)), file=replies, flush=True)
 

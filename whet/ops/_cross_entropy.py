@@ -114,7 +114,8 @@ def _dlogits_kernel(
     counts = target != ignore_index
 
     z = tl.load(z_ptr + m * stride_zm + v, mask=(v < P) & counts, other=0.0).to(tl.float32)
-    d = _gradient(z, v, target, tl.load(stats_ptr + m), tl.load(stats_ptr + stride_stats + m), V, smoothing, softcap, HAS_SOFTCAP)
+    top, log_mass = tl.load(stats_ptr + m), tl.load(stats_ptr + stride_stats + m)
+    d = _gradient(z, v, target, top, log_mass, V, smoothing, softcap, HAS_SOFTCAP)
     dloss = tl.load(dloss_ptr + m * stride_dloss) * tl.load(scale_ptr)
     tl.store(dz_ptr + m * stride_dzm + v, tl.where((v < V) & counts, d * dloss, 0.0), mask=v < P)
 
@@ -145,9 +146,10 @@ def _loss_and_dlogits_kernel(
     tl.store(loss_ptr + m, tl.where(counts, loss, 0.0))
 
     tl.debug_barrier()  # every warp has read its z[target] before any warp overwrites the row
-    blocks = tl.cdiv(P, BLOCK_R * BLOCK_V)
-    for done in range(0, blocks):
-        v = (blocks - 1 - done) * (BLOCK_R * BLOCK_V) + tl.arange(0, BLOCK_R)[:, None] * BLOCK_V + tl.arange(0, BLOCK_V)[None, :]
+    tile = tl.arange(0, BLOCK_R)[:, None] * BLOCK_V + tl.arange(0, BLOCK_V)[None, :]
+    tiles = tl.cdiv(P, BLOCK_R * BLOCK_V)
+    for done in range(0, tiles):
+        v = (tiles - 1 - done) * (BLOCK_R * BLOCK_V) + tile
         z = tl.load(row_ptr + v, mask=(v < P) & counts, other=0.0).to(tl.float32)
         d = _gradient(z, v, target, top, log_mass, V, smoothing, softcap, HAS_SOFTCAP)
         tl.store(row_ptr + v, tl.where((v < V) & counts, d, 0.0), mask=v < P)

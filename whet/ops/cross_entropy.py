@@ -43,7 +43,8 @@ def some_targets(M, V, device, dtype="int64", ignore_index=-100, ignored="some")
 def some_options(M, device, ignore_index=-100, reduction="mean", label_smoothing=0.0, softcap=None, num_items=None):
     """The options of a case as arguments; num_items is 'number' or 'tensor' there."""
     items = {None: None, "number": M + 3, "tensor": torch.full((), M + 3, device=device)}[num_items]
-    return dict(ignore_index=ignore_index, reduction=reduction, label_smoothing=label_smoothing, softcap=softcap, num_items=items)
+    options = dict(ignore_index=ignore_index, reduction=reduction, label_smoothing=label_smoothing, softcap=softcap)
+    return options | dict(num_items=items)
 
 
 def inputs(dtype, device, M, V, layout="contiguous", target_dtype="int64", ignored="some", **options):
@@ -55,9 +56,9 @@ def inputs(dtype, device, M, V, layout="contiguous", target_dtype="int64", ignor
 def options_of(target, ignore_index=-100, reduction="mean", label_smoothing=0.0, softcap=None, num_items=None):
     """What a case says of the options: only what differs from the defaults, so that keys stay short."""
     items = None if num_items is None else "tensor" if isinstance(num_items, torch.Tensor) else "number"
-    given = dict(ignore_index=ignore_index, reduction=reduction, label_smoothing=label_smoothing, softcap=softcap, num_items=items)
-    usual = dict(ignore_index=-100, reduction="mean", label_smoothing=0.0, softcap=None, num_items=None)
-    case = {k: v for k, v in given.items() if v != usual[k]}
+    given = dict(ignore_index=ignore_index, reduction=reduction, label_smoothing=label_smoothing, softcap=softcap)
+    usual = dict(ignore_index=-100, reduction="mean", label_smoothing=0.0, softcap=None)
+    case = {k: v for k, v in given.items() if v != usual[k]} | ({} if items is None else dict(num_items=items))
     return case if target.dtype == torch.int64 else case | dict(target_dtype=str(target.dtype).removeprefix("torch."))
 
 
@@ -194,7 +195,9 @@ OP = Op(
     impls={
         "torch": Impl(run_torch),
         "triton": Impl(run_triton, refuses, needs="triton", limits=("dtypes other than fp32, fp16, bf16",)),
-        "liger": Impl(run_liger, liger_refuses, needs="liger_kernel", limits=("dtypes other than fp32, fp16, bf16", "an empty batch")),
+        "liger": Impl(
+            run_liger, liger_refuses, needs="liger_kernel", limits=("dtypes other than fp32, fp16, bf16", "an empty batch")
+        ),
     },
     dynamic=("M",),
     tiny=dict(M=16, V=300),

@@ -46,14 +46,35 @@ def cost(x, approximate="none"):
 
 @triton.jit
 def _tanh_phi(x):
-    """p = (1 + tanh(z)) / 2 = sigmoid(2z) for z = sqrt(2/pi) * (x + 0.044715 * x^3), and p * (1 - p).
+    """p = (1 + tanh(z)) / 2 = sigmoid(2z) for z = sqrt(2/pi) * (x + 0.044715 * x^3), and its derivative over x.
 
     From exp(-|2z|), which cannot overflow.  1 - p is never taken: dx would multiply its rounding error by 56 at x = 6.
     """
-    t = x * (1.5957691216057308 + 0.07135481627260025 * x * x)
-    e = tl.exp(-tl.abs(t))
+    z2 = x * (1.5957691216057308 + 0.07135481627260025 * x * x)
+    e = tl.exp(-tl.abs(z2))
     r = 1.0 / (1.0 + e)
-    return tl.where(t < 0, e * r, r), e * r * r
+    return tl.where(z2 < 0, e * r, r), e * r * r * (1.5957691216057308 + 0.21406444881780076 * x * x)
+
+
+@triton.jit
+def _phi(x):
+    """The standard normal's cumulative probability of x, and its density, to fp32 precision."""
+    return 0.5 + 0.5 * tl.erf(x * 0.7071067811865476), 0.3989422804014327 * tl.exp(-0.5 * x * x)
+
+
+@triton.jit
+def _half_phi(x):
+    """_phi for x held in 16 bits: relative error under 5e-6 for every x, also where 1 + erf(x) cancels.
+
+    Phi(-a) = t * Q(t) * exp(-a^2 / 2), t = 1 / (1 + 0.31 * a), Q a minimax fit on [0, 14].  On sm_90 the forward takes 22
+    instructions an element in place of erf's 37; at 4.27 TB/s there is time for 31.
+    """
+    t = 1.0 / (1.0 + 0.31 * tl.abs(x))
+    q = 0.01574750880892237 + t * (0.18044879373741474 + t * -0.0739288554741394)
+    q = 0.12386059664995802 + t * (0.12044208088157873 + t * (0.13342755290472622 + t * q))
+    e = tl.exp2(x * x * -0.7213475204444817)
+    tail = t * q * e
+    return tl.where(x < 0, tail, 1.0 - tail), 0.3989422804014327 * e
 
 
 @triton.jit
@@ -73,10 +94,11 @@ def _gelu_kernel(
     x = tl.load(x_ptr + n, mask=n < N, other=0.0).to(tl.float32)
     if TANH:
         p, _ = _tanh_phi(x)
-        y = x * p
+    elif x_ptr.dtype.element_ty == tl.float32:
+        p, _ = _phi(x)
     else:
-        y = 0.5 * x * (1.0 + tl.erf(x * 0.7071067811865476))
-    tl.store(y_ptr + n, y, mask=n < N)
+        p, _ = _half_phi(x)
+    tl.store(y_ptr + n, x * p, mask=n < N)
 
 
 @triton.jit
@@ -96,11 +118,12 @@ def _gelu_bwd_kernel(
     x = tl.load(x_ptr + n, mask=n < N, other=0.0).to(tl.float32)
     dy = tl.load(dy_ptr + n, mask=n < N, other=0.0).to(tl.float32)
     if TANH:
-        p, pq = _tanh_phi(x)
-        slope = p + x * pq * (1.5957691216057308 + 0.21406444881780076 * x * x)
+        p, density = _tanh_phi(x)
+    elif x_ptr.dtype.element_ty == tl.float32:
+        p, density = _phi(x)
     else:
-        slope = 0.5 + 0.5 * tl.erf(x * 0.7071067811865476) + x * (0.3989422804014327 * tl.exp(-0.5 * x * x))
-    tl.store(dx_ptr + n, dy * slope, mask=n < N)
+        p, density = _half_phi(x)
+    tl.store(dx_ptr + n, dy * (p + x * density), mask=n < N)
 
 
 def forward(x, approximate):

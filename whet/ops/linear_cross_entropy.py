@@ -17,30 +17,32 @@ import triton.language as tl
 from whet.library import Fused
 from whet.op import Cost, Impl, Op, error, floating, lay, layout_of, nbytes, rows, same_device
 from whet.ops import _cross_entropy as kernels
-from whet.ops import cross_entropy
 from whet.ops._rows import KERNEL_DTYPES, unit_rows
+from whet.ops.cross_entropy import check_options, options_of, some_options, some_targets
+from whet.ops.cross_entropy import reference as loss_of_logits
+from whet.ops.cross_entropy import run_torch as torch_loss_of_logits
 
 CHUNK_BYTES = 224 << 20  # 2048 bf16 rows at vocabulary 50304 (four chunks of 8192), 768 at 151936: products stay large
 ACCUMULATOR_BYTES = 256 << 20  # an fp32 dw above this would cost more than the logits chunk
-COLUMNS = 16  # a logits row starts on a multiple of this: 16-byte tensor-core loads and Triton's wide ones
+COLUMNS = 16  # a logits row is padded to a multiple: 16-byte rows for any V, so only D % 8 != 0 leaves products misaligned
 
 
 def reference(x, w, target, ignore_index=-100, reduction="mean", label_smoothing=0.0, softcap=None, num_items=None):
-    """cross_entropy(x @ w.T, target): x (..., D), w (V, D), target (...); the options and the float32 loss are cross_entropy's."""
-    return cross_entropy.reference(F.linear(x, w), target, ignore_index, reduction, label_smoothing, softcap, num_items)
+    """cross_entropy(x @ w.T, target): x (..., D), w (V, D), target (...); options and loss dtype are cross_entropy's."""
+    return loss_of_logits(F.linear(x, w), target, ignore_index, reduction, label_smoothing, softcap, num_items)
 
 
 def inputs(dtype, device, M, D, V, layout="contiguous", w_layout="contiguous", target_dtype="int64", ignored="some", **options):
-    args = cross_entropy.some_options(M, device, **options)
+    args = some_options(M, device, **options)
     x = lay(torch.randn(M, D, device=device).to(dtype), layout)
     w = lay((2 * D**-0.5 * torch.randn(V, D, device=device)).to(dtype), w_layout)
-    return dict(x=x, w=w, target=cross_entropy.some_targets(M, V, device, target_dtype, args["ignore_index"], ignored), **args)
+    return dict(x=x, w=w, target=some_targets(M, V, device, target_dtype, args["ignore_index"], ignored), **args)
 
 
 def case_of(x, w, target, **options):
     case = dict(M=x.numel() // max(1, x.shape[-1]), D=x.shape[-1], V=w.shape[0], layout=layout_of(x))
     case |= {} if w.is_contiguous() else dict(w_layout=layout_of(w))
-    return case | cross_entropy.options_of(target, **options)
+    return case | options_of(target, **options)
 
 
 def check(x, w, target, **options):
@@ -52,7 +54,7 @@ def check(x, w, target, **options):
         return f"target must have shape {tuple(x.shape[:-1])} to match x.shape[:-1], got {tuple(target.shape)}"
     if w.dtype != x.dtype and not torch.is_autocast_enabled(x.device.type):
         return f"w must have x's dtype {x.dtype} outside autocast, got {w.dtype}"
-    return cross_entropy.check_options(target, **options)
+    return check_options(target, **options)
 
 
 def cost(x, w, target, **options):
@@ -91,7 +93,7 @@ def chunks(M: int, row_bytes: int) -> list[slice]:
     """Rows cut evenly into as few chunks as CHUNK_BYTES allows, each a multiple of 128 rows where it can be."""
     most = max(1, CHUNK_BYTES // row_bytes)
     unit = 128 if most >= 128 else 1
-    step = M if M <= most else triton.cdiv(triton.cdiv(M, triton.cdiv(M, most // unit * unit)), unit) * unit
+    step = M if most >= M else triton.cdiv(triton.cdiv(M, triton.cdiv(M, most // unit * unit)), unit) * unit
     return [slice(start, min(start + step, M)) for start in range(0, M, max(1, step))]
 
 
@@ -107,16 +109,17 @@ def sum_dtype(w: torch.Tensor) -> torch.dtype:
 
 
 def add_product(dw, dz, x, first: bool):
-    """dw += dz.T @ x, or = when first; out= throughout, which autocast leaves alone."""
+    """dw += dz.T @ x, or = when first."""
     if dw.dtype == x.dtype:
         torch.addmm(dw, dz.t(), x, beta=0 if first else 1, out=dw)
-    elif dw.is_cuda and (first or adds_in_fp32()):
-        if first:
-            torch.mm(dz.t(), x, out_dtype=torch.float32, out=dw)
-        else:
-            torch.addmm(dw, dz.t(), x, out_dtype=torch.float32, out=dw)
-    else:
+    elif not dw.is_cuda:
         torch.addmm(dw, dz.t().to(dw.dtype), x.to(dw.dtype), beta=0 if first else 1, out=dw)
+    elif first:
+        torch.mm(dz.t(), x, out_dtype=dw.dtype, out=dw)
+    elif adds_in_fp32():
+        torch.addmm(dw, dz.t(), x, out_dtype=dw.dtype, out=dw)
+    else:
+        dw.add_(torch.mm(dz.t(), x, out_dtype=dw.dtype))
 
 
 class Walk:
@@ -243,7 +246,7 @@ def run_triton(x, w, target, ignore_index=-100, reduction="mean", label_smoothin
 
 
 def run_torch(x, w, target, ignore_index=-100, reduction="mean", label_smoothing=0.0, softcap=None, num_items=None):
-    return cross_entropy.run_torch(F.linear(x, w), target, ignore_index, reduction, label_smoothing, softcap, num_items)
+    return torch_loss_of_logits(F.linear(x, w), target, ignore_index, reduction, label_smoothing, softcap, num_items)
 
 
 def liger_refuses(x, w, target, **options):
@@ -273,8 +276,9 @@ OP = Op(
     cases=(
         dict(M=1, D=16, V=64), dict(M=7, D=24, V=100), dict(M=33, D=32, V=257, ignored="none"), dict(M=0, D=16, V=64),
         dict(M=5, D=7, V=37), dict(M=6, D=16, V=96, ignored="all", reduction="sum"), dict(M=6, D=16, V=96, ignored="all"),
-        dict(M=9, D=16, V=96, layout="sliced"), dict(M=9, D=16, V=96, layout="transposed"), dict(M=9, D=16, V=96, layout="expanded"),
-        dict(M=9, D=16, V=96, w_layout="transposed"), dict(M=9, D=16, V=100, reduction="none"), dict(M=0, D=16, V=64, reduction="none"),
+        dict(M=9, D=16, V=96, layout="sliced"), dict(M=9, D=16, V=96, layout="transposed"),
+        dict(M=9, D=16, V=96, layout="expanded"), dict(M=9, D=16, V=96, w_layout="transposed"),
+        dict(M=9, D=16, V=100, reduction="none"), dict(M=0, D=16, V=64, reduction="none"),
         dict(M=9, D=16, V=100, reduction="sum"), dict(M=9, D=16, V=100, label_smoothing=0.1), dict(M=9, D=16, V=100, softcap=5.0),
         dict(M=9, D=16, V=100, num_items="number"), dict(M=9, D=16, V=100, num_items="tensor"),
         dict(M=9, D=16, V=100, target_dtype="int32", ignore_index=3),

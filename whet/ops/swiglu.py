@@ -68,10 +68,10 @@ def _swiglu_kernel(
     Moves   gate, up in; y out = 3*M*N * itemsize.  F.silu, then the product: 5*M*N.
     Rounds  once, at the store; fp32 inside.
     """
-    pid = tl.program_id(0).to(tl.int64)
+    pid = tl.program_id(0)
     across = tl.cdiv(N, BLOCK_N)
-    m = pid // across * BLOCK_M + tl.arange(0, BLOCK_M)
-    n = pid % across * BLOCK_N + tl.arange(0, BLOCK_N)
+    m = (pid // across).to(tl.int64) * BLOCK_M + tl.arange(0, BLOCK_M)
+    n = (pid % across).to(tl.int64) * BLOCK_N + tl.arange(0, BLOCK_N)
     inside = (m < M)[:, None] & (n < N)[None, :]
 
     gate = tl.load(gate_ptr + m[:, None] * stride_gm + n[None, :], mask=inside, other=0.0).to(tl.float32)
@@ -93,10 +93,10 @@ def _swiglu_bwd_kernel(
     Moves   dy, gate, up in; dgate, dup out = 5*M*N * itemsize.
     Rounds  once, at the store; fp32 inside.
     """
-    pid = tl.program_id(0).to(tl.int64)
+    pid = tl.program_id(0)
     across = tl.cdiv(N, BLOCK_N)
-    m = pid // across * BLOCK_M + tl.arange(0, BLOCK_M)
-    n = pid % across * BLOCK_N + tl.arange(0, BLOCK_N)
+    m = (pid // across).to(tl.int64) * BLOCK_M + tl.arange(0, BLOCK_M)
+    n = (pid % across).to(tl.int64) * BLOCK_N + tl.arange(0, BLOCK_N)
     inside = (m < M)[:, None] & (n < N)[None, :]
 
     dy = tl.load(dy_ptr + m[:, None] * stride_dym + n[None, :], mask=inside, other=0.0).to(tl.float32)

@@ -1,0 +1,98 @@
+"""Every kernel compiles for GPUs that are not here, fits their shared memory, and does not spill on sm_90."""
+
+import ast
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from conftest import every_op, has_triton
+
+ROOT = Path(__file__).parent.parent
+TARGETS = ("sm_80", "sm_90", "sm_100", "gfx942")
+
+
+def child(*command: str, interpret: str = "0") -> subprocess.CompletedProcess:
+    """A fresh Python: in this one kernels may be interpreted, and an interpreted kernel cannot be compiled."""
+    env = os.environ | {"TRITON_INTERPRET": interpret, "PYTHONPATH": str(ROOT)}
+    return subprocess.run([sys.executable, *command], env=env, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+
+
+@pytest.fixture(scope="session")
+def rows(tmp_path_factory) -> list[dict]:
+    out = tmp_path_factory.mktemp("ahead") / "rows.json"
+    done = child("-m", "whet.ahead", "--json", "--out", str(out))
+    assert out.exists(), done.stdout
+    return json.loads(out.read_text())
+
+
+@pytest.mark.parametrize("target", TARGETS)
+@pytest.mark.parametrize("op", every_op(has_triton))
+def test_kernels_compile_fit_and_do_not_spill_without_a_reason(op, target, rows):
+    mine = [r for r in rows if (r["op"], r["target"]) == (op.name, target)]
+    assert mine, f"nothing was compiled for {target}"
+    assert all(r["registers"] > 0 for r in mine if not r["problem"])
+    problems = [f"{r['kernel']} {r['dtype']} {r['config']} ({r['case']}): {r['problem']}" for r in mine if r["problem"]]
+    assert not problems, "\n".join(problems)
+
+
+def kernels() -> list[str]:
+    """Every launched kernel in whet/ops: decorated with triton.jit and named so."""
+    files = sorted((ROOT / "whet" / "ops").rglob("*.py"))
+    functions = [node for path in files for node in ast.parse(path.read_text()).body if isinstance(node, ast.FunctionDef)]
+    return [f.name for f in functions if f.name.endswith("_kernel") and "triton.jit" in map(ast.unparse, f.decorator_list)]
+
+
+@pytest.mark.parametrize("kernel", kernels())
+def test_every_kernel_is_among_the_compiled_ones(kernel, rows):
+    assert {r["target"] for r in rows if r["kernel"] == kernel} >= {"sm_90"}
+
+
+PLANTED = '''
+import json
+import torch, triton, triton.language as tl
+from dataclasses import asdict
+from whet.ahead import Launch, row
+
+@triton.jit
+def _greedy_kernel(x_ptr, y_ptr, N, BLOCK: tl.constexpr):
+    i = tl.arange(0, BLOCK)
+    x = tl.load(x_ptr + i, mask=i < N, other=0.0)
+    for k in range(N):
+        x += tl.sum(x * k) * tl.load(x_ptr + k * N + i, mask=i < N, other=0.0)
+    tl.store(y_ptr + i, x, mask=i < N)
+
+@triton.jit
+def _broken_kernel(x_ptr, y_ptr, N, BLOCK: tl.constexpr):
+    tl.store(y_ptr + tl.arange(0, BLOCK), undefined_name)
+
+x = torch.empty(64, device="meta")
+def launch(fn, BLOCK):
+    return Launch("planted", "triton", "", "float32", fn, (x, x, 1000), dict(BLOCK=BLOCK, num_warps=1))
+rows = [row(launch(_greedy_kernel, 16384), "sm_90", ""), row(launch(_greedy_kernel, 16384), "sm_90", "stated"),
+        row(launch(_greedy_kernel, 64), "sm_90", ""), row(launch(_broken_kernel, 64), "sm_90", "")]
+print(json.dumps([asdict(r) for r in rows]))
+'''
+
+
+def test_planted_spills_and_errors_are_found_and_a_stated_reason_excuses_spills(tmp_path):
+    (tmp_path / "planted.py").write_text(PLANTED)
+    done = child(str(tmp_path / "planted.py"))
+    assert done.returncode == 0, done.stdout
+    greedy, excused, modest, broken = json.loads(done.stdout.splitlines()[-1])
+    assert greedy["spills"] > 0 and "spills" in greedy["problem"] and "no reason" in greedy["problem"]
+    assert excused["spills"] == greedy["spills"] and not excused["problem"]
+    assert modest["spills"] == 0 and modest["registers"] > 0 and not modest["problem"]
+    assert broken["problem"].startswith("does not compile") and "undefined_name" in broken["problem"]
+
+
+def test_interpreter_mode_is_refused_with_the_reason():
+    done = child("-m", "whet.ahead", interpret="1")
+    assert done.returncode == 2 and "TRITON_INTERPRET must be off" in done.stdout
+
+
+def test_unknown_op_names_the_choices():
+    done = child("-m", "whet.ahead", "no_such_op")
+    assert done.returncode == 2 and "op must be among" in done.stdout and "rms_norm" in done.stdout

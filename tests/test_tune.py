@@ -1,0 +1,174 @@
+"""The tuner: bad candidates lose, good ones are remembered, a broken lock is set aside, a killed run resumes."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import torch
+
+from whet.choices import Choices, Recorder, use
+from whet.lock import Lock
+from whet.measure import Timing, fastest
+from whet.op import SIMPLICITY, Call, discover
+from whet.tune import tune
+
+CALL = Call("rms_norm", {"M": 8, "N": 32, "layout": "contiguous"}, "float32", True)
+PLANTED = str(Path(__file__).with_name("planted.py"))
+
+
+def entry(lock: Lock) -> dict:
+    return lock.calls[f"{CALL.key} @ eager"]
+
+
+@pytest.mark.parametrize(
+    "how, reason",
+    [
+        ("crash", "the process died"), ("hang", "took longer than"), ("fail", "kernel does not compile"), ("out_of_memory", "out of memory"),
+        ("wrong", "exceeds"), ("second_time", "the process died"),
+    ],
+)
+def test_a_candidate_that_misbehaves_costs_its_candidacy_with_the_reason(how, reason, monkeypatch):
+    monkeypatch.setenv("WHET_PLANT", how)
+    lock = Lock()
+    tune([(CALL, 1)], lock, modes=("eager",), seconds=0.01, limit_s=6 if how == "hang" else 60, preload=PLANTED)
+    assert entry(lock)["chosen"] == "eager"
+    assert not entry(lock)["candidates"]["torch"]["ok"]
+    assert reason in entry(lock)["candidates"]["torch"]["why"]
+
+
+def test_results_are_saved_and_a_second_run_starts_no_process(tmp_path, monkeypatch):
+    monkeypatch.setenv("WHET_PLANT", "wrong")
+    path = tmp_path / "whet.lock"
+    tune([(CALL, 3)], Lock(path), modes=("eager",), seconds=0.01, preload=PLANTED)
+    stored = json.loads(path.read_text())
+    assert stored["format"] == 1 and entry(Lock.read(path))["count"] == 3
+    monkeypatch.setattr("whet.worker.Worker.start", lambda self: pytest.fail("a process was started"))
+    choices = tune([(CALL, 3)], Lock.read(path), modes=("eager",))
+    assert choices["eager"].table == {CALL.key: "eager"}
+
+
+def test_a_killed_run_keeps_what_is_done_and_the_next_goes_on(tmp_path):
+    path = tmp_path / "whet.lock"
+    code = f"""
+from whet.lock import Lock
+from whet.op import Call
+from whet.tune import tune
+tune([(Call(**{dict(op=CALL.op, case=CALL.case, dtype=CALL.dtype, grad=True)!r}), 1)], Lock.read({str(path)!r}), modes=("eager",), preload={PLANTED!r})
+"""
+    child = subprocess.Popen([sys.executable, "-c", code], env=os.environ | {"WHET_PLANT": "hang"}, stderr=subprocess.DEVNULL)
+    deadline = time.monotonic() + 60
+    while not path.exists() and time.monotonic() < deadline:
+        time.sleep(0.1)
+    time.sleep(0.3)
+    child.send_signal(signal.SIGKILL)
+    child.wait()
+    kept = entry(Lock.read(path))
+    assert list(kept["candidates"]) == ["eager"] and "chosen" not in kept
+    tune([(CALL, 1)], Lock.read(path), modes=("eager",), seconds=0.01)
+    assert entry(Lock.read(path))["chosen"] in SIMPLICITY
+
+
+@pytest.mark.parametrize("text", ["", "{", "[]", '{"format": 99, "machines": {}}', '{"format": 1, "machines": {"a": {}}}', "\x00\x01"])
+def test_a_lock_that_cannot_be_used_is_set_aside_with_one_line(text, tmp_path, capsys):
+    path = tmp_path / "whet.lock"
+    path.write_text(text)
+    lock = Lock.read(path)
+    assert lock.calls == {} and not path.exists() and (tmp_path / "whet.lock.bad").exists()
+    said = capsys.readouterr().err.strip().splitlines()
+    assert len(said) == 1 and "set aside as whet.lock.bad" in said[0]
+
+
+def test_a_directory_that_cannot_be_written_is_said_once(tmp_path, capsys):
+    lock = Lock(tmp_path / "no" / "such" / "whet.lock")
+    lock.save()
+    lock.save()
+    said = capsys.readouterr().err.strip().splitlines()
+    assert len(said) == 1 and "cannot be written" in said[0]
+
+
+def test_entries_of_another_machine_are_kept_but_not_used(tmp_path):
+    path = tmp_path / "whet.lock"
+    other = {"calls": {f"{CALL.key} @ eager": {"chosen": "triton"}}, "plans": {}}
+    path.write_text(json.dumps({"format": 1, "machines": {"Other GPU | torch 1 | triton 1 | whet 0": other}}))
+    lock = Lock.read(path)
+    assert lock.table() == {}
+    lock.save()
+    assert "Other GPU | torch 1 | triton 1 | whet 0" in json.loads(path.read_text())["machines"]
+
+
+def test_a_tie_keeps_the_simpler_and_a_win_is_a_win():
+    slow, quick = Timing(1.00, 0.99, 1.01, 25), Timing(0.999, 0.99, 1.01, 25)
+    assert fastest({"torch": slow, "triton": quick}, SIMPLICITY) == ("torch", True)
+    assert fastest({"torch": slow, "triton": Timing(0.8, 0.79, 0.81, 25)}, SIMPLICITY) == ("triton", False)
+
+
+def test_recording_counts_distinct_calls():
+    recorder = Recorder()
+    x, w = torch.randn(6, 16, requires_grad=True), torch.ones(16)
+    for _ in range(3):
+        recorder.rms_norm(x, w, 1e-6)
+    recorder.rms_norm(x[:2], w)
+    counts = {call.case["M"]: count for call, count in recorder.calls.values()}
+    assert counts == {6: 3, 2: 1}
+
+
+def test_a_length_not_met_before_falls_into_its_bucket():
+    op = discover()["rms_norm"]
+    choices = Choices({Call("rms_norm", {"M": 128, "N": 16, "layout": "contiguous"}, "float32", False).key: "eager"})
+    for rows, name in ((128, "eager"), (100, "eager"), (65, "eager"), (64, "torch"), (129, "torch")):
+        call = Call("rms_norm", {"M": rows, "N": 16, "layout": "contiguous"}, "float32", False)
+        assert choices.pick(op, call) == name
+
+
+def test_auto_asks_the_choices_in_use():
+    import whet.ops
+
+    x, w, seen = torch.randn(4, 16), torch.ones(16), []
+
+    class Watching(Choices):
+        def pick(self, op, call):
+            seen.append(call.key)
+            return "eager"
+
+    with use(Watching()):
+        whet.ops.rms_norm(x, w)
+    assert seen == ["rms_norm M=4 N=16 layout=contiguous float32 fwd"]
+
+
+def test_dispatch_adds_little_to_the_call_itself():
+    """A sanity bound for a loaded CPU; the figure that counts is the GPU machine's, in records/."""
+    import timeit
+
+    x, w, choices = torch.randn(4, 16), torch.ones(16), Choices(default="torch")
+    direct, chosen = discover()["rms_norm"].impls["torch"].run, choices.rms_norm
+    with torch.no_grad():
+        chosen(x, w, 1e-6)
+        base = min(timeit.repeat(lambda: direct(x, w, 1e-6), number=500, repeat=20)) / 500
+        through = min(timeit.repeat(lambda: chosen(x, w, 1e-6), number=500, repeat=20)) / 500
+    assert through - base < 20e-6
+
+
+def _rank(rank: int, port: int, folder: str) -> None:
+    torch.distributed.init_process_group("gloo", init_method=f"tcp://127.0.0.1:{port}", rank=rank, world_size=2)
+    lock = Lock(Path(folder) / f"{rank}.lock")
+    if rank == 0:
+        lock.calls[f"{CALL.key} @ eager"] = {"call": {}, "candidates": {}, "chosen": "torch"}
+    chosen = tune([(CALL, 1)], lock, modes=("eager",))["eager"].table
+    (Path(folder) / f"{rank}.json").write_text(json.dumps(chosen))
+    torch.distributed.destroy_process_group()
+
+
+def test_rank_zero_decides_and_the_others_follow(tmp_path):
+    import socket
+
+    with socket.socket() as s:
+        s.bind(("127.0.0.1", 0))
+        port = s.getsockname()[1]
+    torch.multiprocessing.spawn(_rank, args=(port, str(tmp_path)), nprocs=2)
+    first, second = (json.loads((tmp_path / f"{r}.json").read_text()) for r in (0, 1))
+    assert first == second == {CALL.key: "torch"}
