@@ -13,14 +13,14 @@ from whet.verify import evaluate, verify, verify_case
 
 
 def grid():
-    """On the CPU the compile impl calls a C++ compiler for each shape and dtype: there, one case in bf16 stands for all."""
+    """On the CPU the compile impl calls a C++ compiler for each shape and dtype: there, one case stands for all."""
     for op in discover().values():
         for impl in op.impls:
             if op.unavailable(impl):
                 continue
             short = impl == "compile" and DEVICE == "cpu"
             for case in [first_case(op)] if short else op.cases:
-                for dtype in ("bfloat16",) if short else ("float32", "float16", "bfloat16"):
+                for dtype in ("float32", "bfloat16") if short else ("float32", "float16", "bfloat16"):
                     yield pytest.param(op, impl, case, dtype, id=f"{op.name}-{impl}-{case_id(case)}-{dtype}")
 
 
@@ -95,7 +95,9 @@ def test_cases_cover_ragged_empty_and_strided_inputs(op):
 
 @pytest.mark.parametrize("op", every_op())
 def test_reference_is_short_and_the_public_function_documented(op):
-    assert op.reference.__doc__ and len(inspect.getsource(op.reference).splitlines()) <= 15
+    assert op.reference.__doc__
+    code = inspect.getsource(op.reference).replace(op.reference.__doc__, "")
+    assert len(code.splitlines()) < 15
     function = getattr(whet.ops, op.name)
     assert op.reference.__doc__ in function.__doc__
     assert all(impl in function.__doc__ for impl in op.impls)

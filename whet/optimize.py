@@ -8,7 +8,7 @@ plain eager model, so its speed-up is a ratio from one run.
 import contextlib
 import gc
 from collections.abc import Callable, Iterator
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 
 import torch
 
@@ -39,12 +39,9 @@ class Plan:
 
 
 def plans(model: Model) -> list[Plan]:
-    """Simplest first: a tie keeps the earlier."""
+    """Simplest first: a tie keeps the earlier. Each is also tried under a CUDA graph where there is a GPU."""
     plain = [Plan("eager", model.stock, "stock"), Plan("eager + choices", model.tuned, "tuned")]
-    found = plain + [Plan(p.name.replace("eager", "torch.compile"), p.variant, p.choices, compiled=True) for p in plain]
-    if torch.cuda.is_available():
-        found += [Plan(f"{p.name} + CUDA graph", p.variant, p.choices, p.compiled, graph=True) for p in found]
-    return found
+    return plain + [Plan(p.name.replace("eager", "torch.compile"), p.variant, p.choices, compiled=True) for p in plain]
 
 
 def record_calls(model: Model, config, device: str) -> list[tuple[Call, int]]:
@@ -75,16 +72,21 @@ class Runner:
     def __init__(self, model: Model, config, plan: Plan, choices: Choices, weights: dict, device: str, precision: str):
         self.model, self.config, self.device, self.precision = model, config, device, precision
         self.weights = model.adapt(config, plan.variant, weights)
-        with torch.device(device):
-            self.module = model.build(config, plan.variant, choices).to(device)
+        self.module = model.build(config, plan.variant, choices).to(device)
         self.restore()
         self.data = model.batch(config, device)
         before = plan.name == BEFORE
         self.optimizer = torch.optim.AdamW(
-            self.module.parameters(), lr=config.lr, fused=None if before else True, capturable=plan.graph
+            self.module.parameters(), lr=config.lr, fused=None if before else True, capturable=not before and device == "cuda"
         )
         self.forward = torch.compile(self.module, dynamic=False) if plan.compiled else self.module
-        self.step: Callable = Graph(self.one_step) if plan.graph else self.one_step
+        self.step: Callable = self.one_step
+        if plan.graph:
+            self.capture()
+
+    def capture(self) -> None:
+        """From now on a step is the replay of one CUDA graph: forward, backward and optimizer."""
+        self.step = Graph(self.one_step)
 
     def one_step(self) -> torch.Tensor:
         self.optimizer.zero_grad(set_to_none=True)
@@ -126,15 +128,14 @@ def _memory() -> int:
 
 
 @contextlib.contextmanager
-def _peak(into: dict) -> Iterator[None]:
-    gc.collect()
-    before = _memory()
+def _peak(into: dict, origin: int) -> Iterator[None]:
+    """Device memory at the highest point of the block, over what was held at the origin."""
     if torch.cuda.is_available():
         torch.cuda.reset_peak_memory_stats()
     yield
     if torch.cuda.is_available():
         torch.cuda.synchronize()
-        into["peak_mb"] = round((torch.cuda.max_memory_allocated() - before) / 1e6, 1)
+        into["peak_mb"] = round((torch.cuda.max_memory_allocated() - origin) / 1e6, 1)
 
 
 class Trial:
@@ -149,7 +150,8 @@ class Trial:
         before = Plan(BEFORE, model.plain, "eager")
         self.eager = self.runner(before).evidence()  # the error that eager itself makes at this precision: the budget
         self.before_result: dict = {"name": BEFORE, "ok": True, "why": "", "speedup": 1.0}
-        with _peak(self.before_result):
+        gc.collect()
+        with _peak(self.before_result, _memory()):
             self.before = self.runner(before, "float32")
             self.before.step()
             self.before.step()
@@ -159,13 +161,29 @@ class Trial:
         choices = {"eager": Choices(default="eager"), "stock": Choices(), "tuned": tuned}[plan.choices]
         return Runner(self.model, self.config, plan, choices, self.weights, self.device, precision or self.precision)
 
-    def run(self, plan: Plan) -> dict:
+    def run(self, plan: Plan) -> list[dict]:
+        """The plan, and on a GPU the same under a CUDA graph; a compiled model is compiled once for both."""
+        torch._dynamo.reset()
+        gc.collect()
+        self.origin = _memory()
+        runner, results = None, []
+        for graph in (False, True) if self.device == "cuda" else (False,):
+            this = replace(plan, name=plan.name + " + CUDA graph", graph=True) if graph else plan
+            runner = runner if plan.compiled else None  # uncompiled, the two modes may choose different impls
+            result, runner = self.attempt(this, runner)
+            results.append(result)
+        return results
+
+    def attempt(self, plan: Plan, runner: Runner | None) -> tuple[dict, Runner | None]:
         """Verify, then time in turns with the baseline. A plan that fails in any way keeps its reason and loses its candidacy."""
         result: dict = {"name": plan.name, "ok": False, "why": ""} | {k: v for k, v in asdict(plan).items() if k != "name"}
         started = now()
         try:
-            with _peak(result):
-                runner = self.runner(plan)
+            with _peak(result, self.origin):
+                if runner is None:
+                    runner = self.runner(plan)
+                elif plan.graph:
+                    runner.capture()
                 runner.step()
                 runner.step()
             result["ready_s"] = round(now() - started, 2)
@@ -178,9 +196,7 @@ class Trial:
             result["why"] = "out of memory"
         except Exception as e:  # whatever a plan dies of costs its candidacy, never the run
             result["why"] = f"{type(e).__name__}: {(str(e).strip().splitlines() or [''])[0][:200]}"
-        gc.collect()
-        torch._dynamo.reset()
-        return result
+        return result, runner
 
     def _complete(self, evidence: dict) -> dict:
         return {name: evidence.get(name) for name in self.truth}
@@ -224,12 +240,12 @@ def optimize(
     progress("recording calls", 0, 1)
     with precision_set(precision, device):
         calls = record_calls(model, config, device)
-    choices = tune(calls, lock, progress=progress)
+    choices = tune(calls, lock, progress=progress, seconds=0.1)
     trial = Trial(model, config, choices, precision, seconds)
     results, todo = [], plans(model)
     for i, plan in enumerate(todo):
         progress(f"plan: {plan.name}", i, len(todo))
-        results.append(trial.run(plan))
+        results += trial.run(plan)
     progress("done", len(todo), len(todo))
     trial.before_result.pop("all_ms", None)
     result = conclude(key, config, [trial.before_result, *results], calls) | {"seconds": round(now() - started, 1)}

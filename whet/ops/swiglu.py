@@ -13,7 +13,7 @@ TILE, WARPS = 1024, 4  # 8 elements a thread of every tensor: one 16-byte load e
 
 
 def reference(gate, up=None):
-    """y = silu(gate) * up, computed wide, rounded once.  up=None: gate is packed, its first half the gate, its second half up."""
+    """y = silu(gate) * up, computed wide, rounded once.  up=None: gate is packed, its first half the gate, its second up."""
     if up is None:
         gate, up = gate.chunk(2, -1)
     wide = torch.promote_types(gate.dtype, torch.float32)
@@ -40,7 +40,7 @@ def check(gate, up=None):
     if gate.dim() < 1:
         return "gate must have at least one dimension, got a scalar"
     if up is None:
-        return None if gate.shape[-1] % 2 == 0 else f"gate must have an even last dimension when up is None, got {gate.shape[-1]}"
+        return f"gate.shape[-1] must be even when up is None, got {gate.shape[-1]}" if gate.shape[-1] % 2 else None
     if up.shape != gate.shape:
         return f"up must have shape {tuple(gate.shape)} to match gate, got {tuple(up.shape)}"
     if up.dtype != gate.dtype:
@@ -218,9 +218,9 @@ OP = Op(
     cases=(
         dict(M=1, N=128), dict(M=7, N=100), dict(M=33, N=384), dict(M=0, N=64), dict(M=3, N=1), dict(M=5, N=1365),
         dict(M=9, N=96, layout="sliced"), dict(M=9, N=96, layout="transposed"), dict(M=9, N=96, layout="expanded"),
-        dict(M=1, N=128, packed=True), dict(M=7, N=100, packed=True), dict(M=0, N=64, packed=True), dict(M=5, N=1365, packed=True),
-        dict(M=9, N=96, packed=True, layout="sliced"), dict(M=9, N=96, packed=True, layout="transposed"),
-        dict(M=9, N=96, packed=True, layout="expanded"),
+        dict(M=1, N=128, packed=True), dict(M=7, N=100, packed=True), dict(M=0, N=64, packed=True),
+        dict(M=5, N=1365, packed=True), dict(M=9, N=96, packed=True, layout="sliced"),
+        dict(M=9, N=96, packed=True, layout="transposed"), dict(M=9, N=96, packed=True, layout="expanded"),
     ),
     shapes={
         "16384x11008": dict(M=16384, N=11008), "16384x11008 packed": dict(M=16384, N=11008, packed=True),

@@ -1,0 +1,110 @@
+"""What only a GPU shows: real sizes, tensors past 2^31 elements, graph capture, determinism, inductor."""
+
+import pytest
+import torch
+from conftest import every_op, has_triton
+from test_registered import assert_same_bits, gradients, kernel_of, replay_with_new_values
+
+from whet.op import as_tuple, discover, tensors
+from whet.verify import judge, verify_case, widen
+
+pytestmark = pytest.mark.gpu
+
+BENCH = [
+    pytest.param(op, case, id=f"{op.name}-{name}")
+    for op in discover().values() if has_triton(op)
+    for name, case in op.shapes.items()
+]
+ROWS = 3  # compared at either end of a tensor too large for the oracle
+
+
+@pytest.fixture(autouse=True)
+def empty_cache():
+    yield
+    torch.cuda.empty_cache()
+
+
+def impls_at_bench_shapes():
+    for op in discover().values():
+        for impl in op.impls:
+            if impl != "eager" and op.unavailable(impl) is None:
+                for name, case in op.shapes.items():
+                    yield pytest.param(op, impl, case, id=f"{op.name}-{impl}-{name}")
+
+
+@pytest.mark.parametrize("op, impl, case", impls_at_bench_shapes())
+def test_impl_is_right_at_its_bench_shapes(op, impl, case, device):
+    try:
+        verdict = verify_case(op, impl, case, "bfloat16", device)
+    except torch.OutOfMemoryError as e:
+        pytest.skip(f"the float64 oracle does not fit this GPU: {str(e).splitlines()[0]}")
+    assert verdict.ok or verdict.why.startswith("refused: "), verdict.why
+
+
+def past_int32(op) -> dict:
+    """The op's narrowest bench shape with its first dynamic size grown until the first tensor passes 2^31 elements."""
+    case = min(op.shapes.values(), key=lambda c: tensors(op.inputs(dtype=torch.bfloat16, device="meta", **c))[0].numel())
+    size = op.dynamic[0]
+    x = tensors(op.inputs(dtype=torch.bfloat16, device="meta", **case))[0]
+    return case | {size: (2**31 + 2**20) // (x.numel() // case[size]) + 1}  # int32 offsets wrap well before the last rows
+
+
+def ends(v, length: int, where: slice):
+    """The rows `where` of a tensor that has all of them; anything else as it is."""
+    return v[where] if isinstance(v, torch.Tensor) and v.dim() and v.shape[0] == length else v
+
+
+def results(op, function, args, douts):
+    """Outputs and gradients of one run under given upstream gradients."""
+    leaves = {k: v.detach().requires_grad_(k in op.grads) if isinstance(v, torch.Tensor) else v for k, v in args.items()}
+    outs = as_tuple(function(**leaves))
+    names = [k for k in op.grads if leaves[k] is not None]
+    grads = torch.autograd.grad(outs, [leaves[k] for k in names], douts)
+    return {f"output {i}": o.detach() for i, o in enumerate(outs)} | {f"grad {k}": g for k, g in zip(names, grads)}
+
+
+@pytest.mark.parametrize("op", every_op(has_triton))
+def test_tensors_past_two_to_the_31_elements(op, device):
+    """Upstream gradients are zero but for the last rows, so every gradient is that of the reference on those rows."""
+    needed, free = 72 << 30, torch.cuda.mem_get_info()[0]
+    if free < needed:
+        pytest.skip(f"needs {needed >> 30} GiB of GPU memory, {free >> 30} are free")
+    args = op.inputs(dtype=torch.bfloat16, device=device, **past_int32(op))
+    if "reduction" in args:
+        args["reduction"] = "none"  # a result per row, so that rows can be compared
+    length, last = tensors(args)[0].shape[0], slice(-ROWS, None)
+
+    few = {k: ends(v, length, last) for k, v in args.items()}
+    small = [torch.randn_like(o) for o in as_tuple(op.reference(**few))]
+    with torch.no_grad():
+        whole = [torch.zeros_like(o) for o in as_tuple(kernel_of(op)(**args))]
+    for d, s in zip(whole, small):
+        d[last] = s
+    actual = results(op, kernel_of(op), args, whole)
+    for g in (g for k, g in actual.items() if k.startswith("grad") and g.shape[0] == length):
+        assert not g[:ROWS].any(), "a row without an upstream gradient received one"
+    actual = {k: ends(v, length, last) for k, v in actual.items()}
+    oracle = results(op, op.reference, {k: widen(v) for k, v in few.items()}, [s.double() for s in small])
+    verdict = judge(actual, results(op, op.reference, few, small), oracle)
+    assert verdict.ok, verdict.why
+
+
+@pytest.mark.parametrize("op, case", BENCH)
+def test_graph_of_forward_and_backward_replays_with_new_values(op, case, device):
+    assert_same_bits(*replay_with_new_values(op, case, device))
+
+
+@pytest.mark.parametrize("op, case", BENCH)
+def test_five_runs_give_the_same_bits(op, case, device):
+    args = op.inputs(dtype=torch.bfloat16, device=device, **case)
+    first = gradients(op, kernel_of(op), args)
+    for _ in range(4):
+        assert_same_bits(first, gradients(op, kernel_of(op), args))
+
+
+@pytest.mark.parametrize("op", every_op(has_triton))
+def test_inductor_fullgraph_at_a_bench_shape_gives_the_eager_bits(op, device):
+    torch._dynamo.reset()
+    args = op.inputs(dtype=torch.bfloat16, device=device, **next(iter(op.shapes.values())))
+    compiled = torch.compile(kernel_of(op), fullgraph=True, dynamic=False)
+    assert_same_bits(gradients(op, compiled, args), gradients(op, kernel_of(op), args))
