@@ -9,16 +9,17 @@ fast and wrong is never picked. Off with benchmark_kernels=False; forced with us
 """
 
 import sys
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 
 from whet import machine
 from whet.lock import Lock
-from whet.op import DTYPES, Call
+from whet.op import DTYPES, Call, discover
 from whet.tune import modes_here, tune
 
+MANUAL = {"cuda": ((16, 256, 384), (32, 512, 768), (8, 2048, 2048)), "cpu": ((2, 64, 384), (4, 128, 768))}  # batch, length, width
 RULES = {"use_triton_rmsnorm": "RMSNorm", "use_triton_rotary": "Rotary"}
 
 
@@ -49,7 +50,11 @@ def _benchmark(what: str, call: Call, mode: str | None, lock: Lock | None) -> di
     if call.dtype not in DTYPES:
         raise ValueError(f"dtype must be one of {list(DTYPES)}, got {call.dtype!r}")
     mode = mode or modes_here()[0]
-    lock = lock if lock is not None else Lock()
+    if mode not in modes_here():
+        raise ValueError(f"mode must be one of {modes_here()} on this machine, got {mode!r}")
+    op, lock = discover()[call.op], lock if lock is not None else Lock()
+    # Every option spelled out, as a recorded call has them: what is saved in a lock is then found by impl="auto".
+    call = replace(call, case=op.case_of(**op.inputs(dtype=DTYPES[call.dtype], device="meta", **call.case)))
     tune([(call, 1)], lock, modes=(mode,), bucket=False)
     entry = lock.calls[f"{call.key} @ {mode}"]
     candidates: dict[str, dict] = entry["candidates"]
@@ -96,13 +101,18 @@ def auto_select_kernels(config: Any) -> Any:
             setattr(config, flag, False)
         print("Kernel benchmark is off: " + _summary(config))
         return config
-    sizes = dict(batch_size=config.batch_size, seq_len=config.max_seq_len)
     dtype = getattr(config, "dtype", "bfloat16")
-    print(f"Benchmarking kernels: batch_size={config.batch_size}, seq_len={config.max_seq_len}, d_model={config.d_model}")
+    if wanted:
+        _sizes(batch_size=config.batch_size, max_seq_len=config.max_seq_len, d_model=config.d_model)
+        print(f"Benchmarking kernels: batch_size={config.batch_size}, seq_len={config.max_seq_len}, d_model={config.d_model}")
     for flag in wanted:
+        sizes = dict(batch_size=config.batch_size, seq_len=config.max_seq_len)
         if flag == "use_triton_rmsnorm":
             result = benchmark_rms_norm(**sizes, d_model=config.d_model, dtype=dtype)
         else:
+            _sizes(n_heads=config.n_heads)
+            if config.d_model % (2 * config.n_heads):
+                raise ValueError(f"d_model must split into n_heads={config.n_heads} heads of even width, got {config.d_model}")
             result = benchmark_rotary(**sizes, n_heads=config.n_heads, d_head=config.d_model // config.n_heads, dtype=dtype)
         _say(result)
         setattr(config, flag, result["use_triton"])
@@ -138,9 +148,8 @@ def manual_kernel_benchmark() -> dict[str, dict]:
     """Benchmark both ops at a spread of sizes, print the results, and return them by size."""
     where = machine.this_machine()
     print(f"Kernel benchmark on {where.name}, torch {torch.__version__}, triton {where.triton}")
-    gpu = torch.cuda.is_available()
     results = {}
-    for batch, seq, width in ((16, 256, 384), (32, 512, 768), (8, 2048, 2048)) if gpu else ((2, 64, 384), (4, 128, 768)):
+    for batch, seq, width in MANUAL[where.device]:
         results[f"rms_norm {batch}x{seq}x{width}"] = benchmark_rms_norm(batch_size=batch, seq_len=seq, d_model=width)
         results[f"rotary {batch}x{seq}x8x{width // 8}"] = benchmark_rotary(batch_size=batch, seq_len=seq, n_heads=8, d_head=width // 8)
     for size, result in results.items():

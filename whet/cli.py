@@ -1,6 +1,7 @@
 """The command line: one function per command."""
 
 import contextlib
+import inspect
 import json
 import sys
 from collections.abc import Callable, Iterator
@@ -20,10 +21,11 @@ from whet.report import record, tables
 from whet.tune import modes_here, reduced_note, tune
 
 app = typer.Typer(no_args_is_help=True, add_completion=False, help="Sharpens PyTorch transformers: kernels proven right, measured faster, with the proof shown.")
-console = Console(width=None if sys.stdout.isatty() else 160, highlight=False)
+# Nothing printed is markup: a reason such as "rope[triton]: ..." or a path must come out as it is.
+console = Console(width=None if sys.stdout.isatty() else 160, highlight=False, markup=False, emoji=False)
 
-Json = Annotated[bool, typer.Option("--json", help="Print the record as JSON instead of tables (default off).")]
-Records = Annotated[str, typer.Option("--records", metavar="DIR", help="Folder the record is written to (default records).")]
+Json = Annotated[bool, typer.Option("--json", help="Print JSON instead of tables (default off).")]
+Records = Annotated[str, typer.Option("--records", metavar="DIR", help="Folder the record is written to.")]
 
 
 @contextlib.contextmanager
@@ -55,7 +57,7 @@ def show_calls(entries: list[dict]) -> None:
 
 
 @contextlib.contextmanager
-def plain_errors() -> Iterator[None]:
+def plain_errors(kept: str) -> Iterator[None]:
     """What a user did wrong is one line, exit code 2; a stopped run says what it kept, exit code 130."""
     try:
         yield
@@ -63,13 +65,16 @@ def plain_errors() -> Iterator[None]:
         typer.echo(f"whet: {e}", err=True)
         raise typer.Exit(2) from None
     except KeyboardInterrupt:
-        typer.echo("whet: stopped; what was tuned so far is kept in whet.lock, and the next run goes on from there", err=True)
+        typer.echo(f"whet: stopped; {kept}", err=True)
         raise typer.Exit(130) from None
 
 
 @app.command("machine")
 def machine_command(as_json: Json = False, again: Annotated[bool, typer.Option(help="Measure the ceilings anew (default: from the cache).")] = False):
-    """GPU, compute capability, versions, measured ceilings (GB/s, TFLOP/s), and what Triton can do here."""
+    """GPU, compute capability, versions, measured ceilings (GB/s, TFLOP/s), and what Triton can do here.
+
+    Example: whet machine
+    """
     with console.status("measuring ceilings") if console.is_terminal and not as_json else contextlib.nullcontext():
         roof = asdict(measure.ceilings(again))
     m = machine.this_machine().as_dict()
@@ -81,7 +86,10 @@ def machine_command(as_json: Json = False, again: Annotated[bool, typer.Option(h
 
 @app.command("ops")
 def ops_command(as_json: Json = False):
-    """Each op: its arguments, meaning, impls, and what each impl refuses."""
+    """Each op: its arguments, meaning, impls, and what each impl refuses.
+
+    Example: whet ops
+    """
     if not as_json:
         console.print(tables.ops_table(discover()))
         return
@@ -105,6 +113,19 @@ def parse_shape(op: Op, text: str) -> dict:
     return {k.strip(): int(v) for k, _, v in pairs}
 
 
+def check_case(op: Op, case: dict, dtype: str) -> None:
+    """Raises, before anything is started, for sizes that the op does not have or that do not go together."""
+    given = ",".join(f"{k}={v}" for k, v in case.items())
+    try:
+        reason = op.check(**op.inputs(dtype=DTYPES[dtype], device="meta", **case))
+    except TypeError:
+        needed = [k for k, p in inspect.signature(op.inputs).parameters.items() if p.kind is not p.VAR_KEYWORD and p.default is p.empty]
+        sizes = ",".join(f"{k}=..." for k in needed if k not in ("dtype", "device"))
+        raise ValueError(f"bench: a shape of {op.name} is {sizes} or one of {list(op.shapes)}, got {given}") from None
+    if reason:
+        raise ValueError(f"bench: {op.name} cannot run {given}: {reason}")
+
+
 def bench_calls(names: list[str], shapes: list[str], dtype: str, grad: bool) -> list[tuple[Call, int]]:
     ops = discover()
     if unknown := [n for n in names if n not in ops]:
@@ -115,10 +136,7 @@ def bench_calls(names: list[str], shapes: list[str], dtype: str, grad: bool) -> 
     for op in (ops[n] for n in names or ops):
         cases = [parse_shape(op, s) for s in shapes] or list(op.shapes.values())
         for case in cases:
-            try:
-                op.inputs(dtype=DTYPES[dtype], device="meta", **case)
-            except TypeError as e:
-                raise ValueError(f"bench: {op.name} cannot be made from {case}: {e}") from None
+            check_case(op, case, dtype)
             calls.append((Call(op.name, case, dtype, grad), 1))
     return calls
 
@@ -128,15 +146,18 @@ def bench(
     ops: Annotated[list[str] | None, typer.Argument(metavar="[OP...]", help="Ops to time (default all).")] = None,
     shapes: Annotated[list[str] | None, typer.Option("--shapes", help="A shape's name or sizes, M=4096,N=384; may be given again (default: the op's own).")] = None,
     mode: Annotated[str, typer.Option(help="eager (host overhead included), graph (GPU work alone) or both; a CPU has eager only.")] = "both",
-    dtype: Annotated[str, typer.Option(help="float32, float16 or bfloat16.")] = "bfloat16",
+    dtype: Annotated[str, typer.Option(help=", ".join(DTYPES) + ".")] = "bfloat16",
     forward_only: Annotated[bool, typer.Option(help="Leave the backward out (default: forward + backward).")] = False,
     seconds: Annotated[float, typer.Option(help="Measuring time per candidate, seconds.")] = 0.25,
     records: Records = "records",
     name: Annotated[str, typer.Option(help="Name of the record (default: bench and the ops).")] = "",
     as_json: Json = False,
 ):
-    """Verify every impl of each op, then time the survivors in turns. Example: whet bench rms_norm --shapes M=64,N=128"""
-    with plain_errors():
+    """Verify every impl of each op, then time the survivors in turns.
+
+    Example: whet bench rms_norm --shapes M=64,N=128
+    """
+    with plain_errors("a bench keeps nothing until it is done"):
         if mode not in (*measure.MODES, "both"):
             raise ValueError(f"bench: mode must be eager, graph or both, got {mode!r}")
         if mode == "graph" and "graph" not in modes_here():
@@ -146,7 +167,9 @@ def bench(
         with progress_bar(not as_json) as progress:
             tune(bench_calls(ops or [], shapes or [], dtype, not forward_only), lock, modes, progress, seconds, bucket=False)
         entries = list(lock.calls.values())
-        made = record.make(f"whet bench {' '.join(ops or [])}".strip(), {"entries": entries, "ceilings": asdict(measure.ceilings()), "note": reduced_note()})
+        options = [*(ops or []), *(f"--shapes {s}" for s in shapes or []), f"--mode {mode} --dtype {dtype} --seconds {seconds:g}"]
+        command = " ".join(["whet bench", *options, *(["--forward-only"] if forward_only else [])])
+        made = record.make(command, {"entries": entries, "ceilings": asdict(measure.ceilings()), "note": reduced_note()})
 
         def show():
             show_calls(entries)
@@ -169,7 +192,7 @@ def optimize_command(
 
     Example: whet optimize tiny-llama:tiny
     """
-    with plain_errors():
+    with plain_errors(f"what was tuned so far is kept in {lock}, and the next run goes on from there"):
         with progress_bar(not as_json) as progress:
             result = optimize(target, Lock.read(lock), precision, again, seconds, progress)
         made = record.make(f"whet optimize {target} --precision {precision}", result)

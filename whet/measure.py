@@ -64,6 +64,8 @@ def compare(runs: dict[str, Callable], mode: str = "eager", seconds: float = 0.4
     """
     if mode not in MODES:
         raise ValueError(f"compare: mode must be one of {MODES}, got {mode!r}")
+    if mode == "graph" and not torch.cuda.is_available():
+        raise ValueError("compare: mode graph needs a GPU")
     if not runs:
         return {}
     if not torch.cuda.is_available():
@@ -212,7 +214,9 @@ def ceilings(again: bool = False) -> Ceilings:
     path = machine.cache_dir() / f"ceilings-{re.sub(r'[^A-Za-z0-9.+]+', '-', machine.this_machine().key)}.json"
     if not again:
         with contextlib.suppress(OSError, ValueError, KeyError, TypeError):
-            return Ceilings(**json.loads(path.read_text()))
+            known = Ceilings(**json.loads(path.read_text()))
+            if all(rate > 0 for rate in (known.copy_gbs, known.tflops["float32"], *known.tflops.values())):
+                return known
     found = _measure_ceilings()
     with contextlib.suppress(OSError):  # a read-only home costs the cache, not the run
         path.parent.mkdir(parents=True, exist_ok=True)

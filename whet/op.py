@@ -15,7 +15,7 @@ import torch
 
 from whet import machine
 
-SIMPLICITY = ("eager", "torch", "compile", "liger", "triton")  # a tie keeps the earlier
+SIMPLICITY = ("eager", "torch", "compile", "triton", "liger")  # a tie keeps the earlier: another package comes last
 DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16, "float64": torch.float64}
 DTYPE_NAMES = {v: k for k, v in DTYPES.items()}
 

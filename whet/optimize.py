@@ -169,7 +169,9 @@ class Trial:
         runner, results = None, []
         for graph in (False, True) if self.device == "cuda" else (False,):
             this = replace(plan, name=plan.name + " + CUDA graph", graph=True) if graph else plan
-            runner = runner if plan.compiled else None  # uncompiled, the two modes may choose different impls
+            if not plan.compiled:
+                runner = None  # uncompiled, the two modes may choose different impls
+                gc.collect()
             result, runner = self.attempt(this, runner)
             results.append(result)
         return results

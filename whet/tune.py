@@ -1,5 +1,8 @@
 """Verified and fastest -> Choices. Each candidate is tried in a child process; each result is saved as soon as it is known."""
 
+import collections
+import os
+import threading
 from collections.abc import Callable, Iterable
 from dataclasses import asdict
 
@@ -13,6 +16,7 @@ from whet.op import SIMPLICITY, Call, Op, discover
 from whet.worker import Lost, Worker
 
 LIMIT_S = 120.0  # a candidate that takes longer to compile and verify is given up
+VERIFIERS = 4  # children that verify side by side: verifying is mostly compiling, which is the host's work
 
 
 def modes_here() -> tuple[str, ...]:
@@ -41,49 +45,103 @@ def tune(
     modes = modes or modes_here()
     if not _leader():
         return _broadcast(None, modes)
-    ops = discover()
-    wanted = {}
-    for call, count in calls:
-        call = call.bucketed(ops[call.op]) if bucket else call
-        wanted[call.key] = (call, wanted.get(call.key, (call, 0))[1] + count)
-    total = sum(len(ops[call.op].impls) for call, _ in wanted.values()) * len(modes)
-    done = 0
-    with Worker(preload=preload) as worker, Worker(interpret=True, preload=preload) as interpreter:
-        for call, count in wanted.values():
-            op = ops[call.op]
-            for mode in modes:
-                entry = lock.calls.setdefault(f"{call.key} @ {mode}", {"call": asdict(call), "mode": mode, "candidates": {}})
-                entry["count"] = count
-                if not entry.get("chosen"):
-                    for name in op.impls:
-                        progress(f"{op.name}/{name} {mode}", done, total)
-                        _candidate(lock, entry, op, call, mode, name, worker, interpreter, limit_s)
-                        done += 1
-                    progress(f"{op.name} {mode}: timing", done, total)
-                    _choose(lock, entry, op, call, mode, worker, seconds, limit_s)
-                else:
-                    done += len(op.impls)
-    progress("done", total, total)
+    work = Work(calls, lock, modes, progress, limit_s, preload, bucket)
+    work.verify_all()
+    work.measure_all(seconds)
     return _broadcast({mode: lock.table(mode) for mode in modes}, modes)
 
 
-def _candidate(lock, entry, op: Op, call: Call, mode: str, name: str, worker: Worker, interpreter: Worker, limit_s: float) -> None:
-    """Verify one candidate unless the lock already says how that went, in this mode or another."""
-    if name in entry["candidates"]:
-        return
-    twin = next((e["candidates"][name] for e in lock.calls.values() if e["call"] == entry["call"] and name in e["candidates"]), None)
-    if twin is not None:
-        result = {k: v for k, v in twin.items() if k in ("ok", "share", "why", "interpreted")}
-    elif op.impls[name].needs == "triton" and not torch.cuda.is_available():
-        reduced = {k: min(v, op.tiny[k]) if k in op.tiny and isinstance(v, int) else v for k, v in call.case.items()}
-        small = Call(call.op, reduced, call.dtype, call.grad)
-        result = _ask_verify(interpreter, small, name, limit_s) | {"interpreted": small.key}
-    else:
-        result = _ask_verify(worker, call, name, limit_s)
-    if result["ok"] and mode == "graph":
-        result |= _ask_capture(worker, call, name, limit_s)
-    entry["candidates"][name] = result
-    lock.save()
+class Work:
+    """Everything one tuning has to do: first verify, side by side where there are cores, then time, alone on the GPU."""
+
+    def __init__(self, calls, lock: Lock, modes, progress, limit_s: float, preload: str | None, bucket: bool):
+        self.lock, self.modes, self.progress, self.limit_s, self.preload = lock, modes, progress, limit_s, preload
+        self.ops = discover()
+        self.calls: dict[str, Call] = {}
+        counts: dict[str, int] = {}
+        for call, count in calls:
+            call = call.bucketed(self.ops[call.op]) if bucket else call
+            self.calls[call.key] = call
+            counts[call.key] = counts.get(call.key, 0) + count
+        for key, call in self.calls.items():
+            for mode in modes:
+                self.entry(call, mode)["count"] = counts[key]
+        self.saving = threading.Lock()
+        self.done, self.total = 0, sum(len(self.open(call)) * (1 + len(self.ops[call.op].impls)) for call in self.calls.values())
+
+    def entry(self, call: Call, mode: str) -> dict:
+        return self.lock.calls.setdefault(f"{call.key} @ {mode}", {"call": asdict(call), "mode": mode, "candidates": {}})
+
+    def open(self, call: Call) -> list[str]:
+        """The modes in which this call's choice is still to be made."""
+        return [mode for mode in self.modes if not self.entry(call, mode).get("chosen")]
+
+    def tick(self, text: str, done: int = 1) -> None:
+        self.done += done
+        self.progress(text, self.done, self.total)
+
+    def verify_all(self) -> None:
+        todo = [(call, name) for call in self.calls.values() if self.open(call) for name in self.ops[call.op].impls]
+        queue = collections.deque(todo)
+        hands = max(1, min(VERIFIERS, (os.cpu_count() or 1) // 4, len(self.calls)))
+        threads = [threading.Thread(target=self._verify_some, args=(queue, hands > 1), daemon=True) for _ in range(hands)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            while thread.is_alive():
+                thread.join(0.2)  # short, so that Ctrl-C is heard
+        self._verify_some(collections.deque(todo), False)  # what ran out of memory beside the others gets its turn alone
+
+    def _verify_some(self, queue: collections.deque, shared: bool) -> None:
+        with Worker(preload=self.preload) as worker, Worker(interpret=True, preload=self.preload) as interpreter:
+            while queue:
+                try:
+                    call, name = queue.popleft()
+                except IndexError:  # another hand took the last
+                    return
+                entries = [self.entry(call, mode) for mode in self.open(call)]
+                missing = [e for e in entries if name not in e["candidates"]]
+                if not missing:
+                    continue
+                known = [e["candidates"][name] for e in self.lock.calls.values() if e["call"] == asdict(call) and name in e["candidates"]]
+                result = _verdict(known[0]) if known else self._verify(call, name, worker, interpreter)
+                if shared and result["why"].startswith("out of memory"):
+                    continue
+                with self.saving:
+                    for e in missing:
+                        e["candidates"][name] = dict(result)
+                    self.lock.save()
+                    self.tick(f"verifying {call.op}/{name}", len(missing))
+
+    def _verify(self, call: Call, name: str, worker: Worker, interpreter: Worker) -> dict:
+        op = self.ops[call.op]
+        if op.impls[name].needs == "triton" and not torch.cuda.is_available():
+            reduced = {k: min(v, op.tiny[k]) if k in op.tiny and isinstance(v, int) else v for k, v in call.case.items()}
+            small = Call(call.op, reduced, call.dtype, call.grad)
+            return _ask_verify(interpreter, small, name, self.limit_s) | {"interpreted": small.key}
+        return _ask_verify(worker, call, name, self.limit_s)
+
+    def measure_all(self, seconds: float) -> None:
+        with Worker(preload=self.preload) as worker:
+            for call in self.calls.values():
+                for mode in self.open(call):
+                    entry = self.entry(call, mode)
+                    if mode == "graph":
+                        self._drop_uncapturable(call, entry, worker)
+                    self.progress(f"timing {call.op} {mode}", self.done, self.total)
+                    _choose(self.lock, entry, self.ops[call.op], call, mode, worker, seconds, self.limit_s)
+                    self.tick(f"timed {call.op} {mode}")
+
+    def _drop_uncapturable(self, call: Call, entry: dict, worker: Worker) -> None:
+        for name, candidate in entry["candidates"].items():
+            if candidate["ok"]:
+                candidate |= _ask_capture(worker, call, name, self.limit_s)
+        self.lock.save()
+
+
+def _verdict(candidate: dict) -> dict:
+    """What verification said of a candidate, less what timing added."""
+    return {k: v for k, v in candidate.items() if k in ("ok", "share", "why", "interpreted")}
 
 
 def _ask_verify(worker: Worker, call: Call, name: str, limit_s: float) -> dict:

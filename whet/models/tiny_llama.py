@@ -123,8 +123,8 @@ class TinyLlama(nn.Module):
         super().__init__()
         if variant not in VARIANTS:
             raise ValueError(f"tiny-llama: variant must be one of {VARIANTS}, got {variant!r}")
-        if c.hidden % c.heads or c.heads % c.kv_heads or c.head_dim % 2:
-            raise ValueError(f"tiny-llama: hidden {c.hidden} must split into {c.heads} even heads in groups of {c.kv_heads}")
+        if min(c.hidden, c.heads, c.kv_heads) < 1 or c.hidden % c.heads or c.heads % c.kv_heads or c.head_dim % 2:
+            raise ValueError(f"tiny-llama: hidden {c.hidden} must split into {c.heads} heads of even width, and those into {c.kv_heads} groups")
         self.c, self.variant = c, variant
         self.ops = ops if ops is not None else {"v1": Choices(default="eager"), "v2": Choices()}.get(variant) or current()
         self.embed = nn.Embedding(c.vocab, c.hidden)
@@ -207,6 +207,9 @@ MODEL = Model(
 
 def train(c: Config, variant: str, steps: int, device: str) -> dict:
     """Train for real and time each part with synchronisation; raises if any parameter is without a gradient."""
+    for name, value in (("batch", c.batch), ("seq_len", c.seq_len), ("layers", c.layers), ("steps", steps)):
+        if value < 1:
+            raise ValueError(f"tiny-llama: {name} must be at least 1, got {value}")
     model = TinyLlama(c, variant).to(device)
     optimizer = torch.optim.AdamW(model.parameters(), lr=c.lr)
     watch, loss, warm = Stopwatch(device), torch.tensor(0.0), min(3, steps - 1)
@@ -244,8 +247,11 @@ def main() -> None:
         heads=a.num_heads, kv_heads=max(1, a.num_heads // 2),
     )
     device = "cuda" if torch.cuda.is_available() else "cpu"
-    r = train(c, a.variant, a.num_steps, device)
-    print(f"tiny-llama {a.variant} on {device}: batch {c.batch} x {c.seq_len}, {a.num_steps} steps, first {r['warm_up']} not timed")
+    try:
+        r = train(c, a.variant, a.num_steps, device)
+    except ValueError as e:
+        parser.error(str(e))
+    print(f"tiny-llama {a.variant} on {device}: batch {c.batch} x {c.seq_len}, {a.num_steps} steps, medians without the first {r['warm_up']}")
     print(f"Final loss: {r['loss']:.4f}")
     print(f"Average training speed: {r['samples_per_s']:.1f} samples/sec")
     for part in ("batch", "forward", "backward", "optimizer"):

@@ -6,8 +6,8 @@ import triton
 import triton.language as tl
 
 from whet.library import Fused
-from whet.op import Cost, Impl, Op, error, floating, lay, layout_of, nbytes, same_device
-from whet.ops._rows import KERNEL_DTYPES, column_sum, programs, unit_rows
+from whet.op import Cost, Impl, Op, error, floating, lay, layout_of, nbytes, rows, same_device
+from whet.ops._rows import KERNEL_DTYPES, bwd_tile, column_sum, programs, tile, unit_rows
 
 MAX_N = 8192  # one program holds a whole row, and its sums over rows, in registers: at 16384 it spills on sm_90
 RAGGED_N = 4096  # longer rows must be whole 16-byte loads: the addresses of single elements spill 164 bytes a thread on sm_90
@@ -95,7 +95,7 @@ def _add_rms_norm_bwd_kernel(
 ):
     """u = h * rstd;  dx = dres = (w*dy - u * mean(u*w*dy)) * rstd + dh;  dw = sum over rows of dy*u.
 
-    Fuses   the norm's gradient, the residual's and dw: dy, dh and h are read once. Programs stride over rows; each keeps
+    Fuses   the norm's gradient, the residual's and dw: dy, dh and h are read once. Programs stride over rows, the last first; each keeps
             its share of dw in registers.
     Moves   dy, dh, h, w, rstd in; dx out = 4*M*N * itemsize, and one fp32 row of dw per program.
     Rounds  dx once, at the store; dw is summed in fp32 in a fixed order, then rounded once.
@@ -106,8 +106,9 @@ def _add_rms_norm_bwd_kernel(
     w = tl.load(w_ptr + n, mask=in_row, other=0.0).to(tl.float32)
     dw = tl.zeros((BLOCK_M, BLOCK_N), dtype=tl.float32)
 
-    for block in range(pid, tl.cdiv(M, BLOCK_M), tl.num_programs(0)):
-        m = (block * BLOCK_M + tl.arange(0, BLOCK_M)).to(tl.int64)  # rows stay under 2^31, elements need not
+    blocks = tl.cdiv(M, BLOCK_M)
+    for i in range(pid, blocks, tl.num_programs(0)):
+        m = ((blocks - 1 - i) * BLOCK_M + tl.arange(0, BLOCK_M)).to(tl.int64)  # rows stay under 2^31, elements need not
         inside = (m < M)[:, None] & in_row[None, :]
         h = tl.load(h_ptr + m[:, None] * stride_hm + n[None, :], mask=inside, other=0.0).to(tl.float32)
         dy = tl.load(dy_ptr + m[:, None] * stride_dym + n[None, :], mask=inside, other=0.0).to(tl.float32)
@@ -125,12 +126,6 @@ def _add_rms_norm_bwd_kernel(
         tl.store(dx_ptr + m[:, None] * stride_dxm + n[None, :], dx, mask=inside)
 
     tl.store(partial_ptr + pid.to(tl.int64) * N + n, tl.sum(dw, axis=0), mask=in_row)
-
-
-def tile(N: int) -> tuple[int, int, int]:
-    """BLOCK_M, BLOCK_N, num_warps: whole rows, 16 elements a thread; at 32 the backward takes 166 to 242 registers (sm_90)."""
-    BLOCK_N = triton.next_power_of_2(max(N, 16))
-    return min(8, max(1, 2048 // BLOCK_N)), BLOCK_N, max(4, BLOCK_N // 512)
 
 
 def forward(x, res, w, eps):
@@ -158,8 +153,8 @@ def backward(dy, dh, h, w, rstd):
     flat, dy = unit_rows(h), unit_rows(dy)
     flat_dh = flat if dh is None else unit_rows(dh)
     M, N = flat.shape
-    BLOCK_M, BLOCK_N, warps = tile(N)
-    G = programs(triton.cdiv(M, BLOCK_M), per_sm=16 // warps)
+    BLOCK_M, BLOCK_N, warps, per_sm = bwd_tile(N)
+    G = programs(triton.cdiv(M, BLOCK_M), per_sm)
     partial = torch.empty(G, N, dtype=torch.float32, device=h.device)
     _add_rms_norm_bwd_kernel[(G,)](
         dy, flat_dh, flat, w, rstd, dx, partial, dy.stride(0), flat_dh.stride(0), flat.stride(0), N, M, N,
@@ -218,7 +213,8 @@ def liger_refuses(x, res, w, eps=1e-6):
 def run_liger(x, res, w, eps=1e-6):
     from liger_kernel.ops.fused_add_rms_norm import LigerFusedAddRMSNormFunction
 
-    return LigerFusedAddRMSNormFunction.apply(x, res, w, eps, 0.0, "gemma", False)  # gemma: wide inside, rounded once
+    y, h = LigerFusedAddRMSNormFunction.apply(rows(x), rows(res), w, eps, 0.0, "gemma", False)  # gemma: wide, rounded once
+    return y.view(x.shape), h.view(x.shape)
 
 
 OP = Op(

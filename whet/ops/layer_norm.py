@@ -6,8 +6,8 @@ import triton
 import triton.language as tl
 
 from whet.library import Fused
-from whet.op import Cost, Impl, Op, error, floating, lay, layout_of, nbytes, same_device
-from whet.ops._rows import KERNEL_DTYPES, column_sum, programs, unit_rows
+from whet.op import Cost, Impl, Op, error, floating, lay, layout_of, nbytes, rows, same_device
+from whet.ops._rows import KERNEL_DTYPES, bwd_tile, column_sum, programs, tile, unit_rows
 
 MAX_N = 8192  # one program holds a whole row, and its sums over rows, in registers: at 16384 it spills on sm_90
 RAGGED_N = 4096  # longer rows must be whole 16-byte loads: the addresses of single elements spill 164 bytes a thread on sm_90
@@ -98,7 +98,7 @@ def _layer_norm_bwd_kernel(
 ):
     """u = (x - mean) * rstd;  dx = (w*dy - u * mean(u*w*dy) - mean(w*dy)) * rstd;  dw = sum of dy*u;  db = sum of dy.
 
-    Fuses   dx, dw and db: x and dy are read once. Programs stride over rows; each keeps its share of dw, db in registers.
+    Fuses   dx, dw and db: x and dy are read once. Programs stride over rows, the last first; each keeps its share of dw, db in registers.
     Moves   dy, x, w, mean, rstd in; dx out = 3*M*N * itemsize, and one fp32 row each of dw and db per program.
     Rounds  dx once, at the store; dw and db are summed in fp32 in a fixed order, then rounded once.
     """
@@ -109,8 +109,9 @@ def _layer_norm_bwd_kernel(
     dw = tl.zeros((BLOCK_M, BLOCK_N), dtype=tl.float32)
     db = tl.zeros((BLOCK_M, BLOCK_N), dtype=tl.float32)
 
-    for block in range(pid, tl.cdiv(M, BLOCK_M), tl.num_programs(0)):
-        m = (block * BLOCK_M + tl.arange(0, BLOCK_M)).to(tl.int64)  # rows stay under 2^31, elements need not
+    blocks = tl.cdiv(M, BLOCK_M)
+    for i in range(pid, blocks, tl.num_programs(0)):
+        m = ((blocks - 1 - i) * BLOCK_M + tl.arange(0, BLOCK_M)).to(tl.int64)  # rows stay under 2^31, elements need not
         inside = (m < M)[:, None] & in_row[None, :]
         x = tl.load(x_ptr + m[:, None] * stride_xm + n[None, :], mask=inside, other=0.0).to(tl.float32)
         dy = tl.load(dy_ptr + m[:, None] * stride_dym + n[None, :], mask=inside, other=0.0).to(tl.float32)
@@ -129,12 +130,6 @@ def _layer_norm_bwd_kernel(
     tl.store(dw_ptr + pid.to(tl.int64) * N + n, tl.sum(dw, axis=0), mask=in_row)
     if HAS_BIAS:
         tl.store(db_ptr + pid.to(tl.int64) * N + n, tl.sum(db, axis=0), mask=in_row)
-
-
-def tile(N: int) -> tuple[int, int, int]:
-    """BLOCK_M, BLOCK_N, num_warps: whole rows, 16 elements a thread; at 32 the backward takes 216 to 252 registers (sm_90)."""
-    BLOCK_N = triton.next_power_of_2(max(N, 16))
-    return min(8, max(1, 2048 // BLOCK_N)), BLOCK_N, max(4, BLOCK_N // 512)
 
 
 def forward(x, w, b, eps):
@@ -158,8 +153,8 @@ def backward(dy, x, w, mean, rstd, b=None):
     dx, *sums = (torch.empty_like(t, memory_format=torch.contiguous_format) for t in (x, w, b) if t is not None)
     if not dx.numel():
         return dx, *(s.zero_() for s in sums)
-    BLOCK_M, BLOCK_N, warps = tile(N)
-    G = programs(triton.cdiv(M, BLOCK_M), per_sm=16 // warps)
+    BLOCK_M, BLOCK_N, warps, per_sm = bwd_tile(N)
+    G = programs(triton.cdiv(M, BLOCK_M), per_sm)
     partials = [torch.empty(G, N, dtype=torch.float32, device=x.device) for _ in sums]
     _layer_norm_bwd_kernel[(G,)](
         dy, flat, w, mean, rstd, dx, partials[0], partials[-1], dy.stride(0), flat.stride(0), N, M, N,
@@ -228,7 +223,7 @@ def liger_refuses(x, w, b=None, eps=1e-5):
 def run_liger(x, w, b=None, eps=1e-5):
     from liger_kernel.ops.layer_norm import LigerLayerNormFunction
 
-    return LigerLayerNormFunction.apply(x, w, b, eps)
+    return LigerLayerNormFunction.apply(rows(x), w, b, eps).view(x.shape)
 
 
 OP = Op(

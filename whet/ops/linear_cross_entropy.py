@@ -89,9 +89,12 @@ def scaled(grad, dloss, scale, dtype):
     return out
 
 
-def chunks(M: int, row_bytes: int) -> list[slice]:
-    """Rows cut evenly into as few chunks as CHUNK_BYTES allows, each a multiple of 128 rows where it can be."""
-    most = max(1, CHUNK_BYTES // row_bytes)
+def chunks(M: int, row_bytes: int, w_bytes: int) -> list[slice]:
+    """Rows cut evenly into as few chunks as memory allows, each a multiple of 128 rows where it can be.
+
+    A chunk may be as large as w for free: the backward holds dw twice, as summed and as returned.
+    """
+    most = max(1, max(CHUNK_BYTES, w_bytes) // row_bytes)
     unit = 128 if most >= 128 else 1
     step = M if most >= M else triton.cdiv(triton.cdiv(M, triton.cdiv(M, most // unit * unit)), unit) * unit
     return [slice(start, min(start + step, M)) for start in range(0, M, max(1, step))]
@@ -136,7 +139,7 @@ class Walk:
     def __iter__(self):
         """(rows, logits of those rows) with logits padded to whole COLUMNS; the buffer is used again for the next."""
         P = triton.cdiv(self.V, COLUMNS) * COLUMNS
-        cuts = chunks(self.M, P * self.x.element_size())
+        cuts = chunks(self.M, P * self.x.element_size(), self.w.numel() * self.w.element_size())
         buffer = torch.empty(cuts[0].stop if cuts else 0, P, dtype=self.x.dtype, device=self.x.device)
         for cut in cuts:
             z = buffer[: cut.stop - cut.start]

@@ -6,7 +6,7 @@ import triton
 import triton.language as tl
 
 from whet.library import Fused
-from whet.op import Cost, Impl, Op, error, floating, lay, layout_of, nbytes, same_device
+from whet.op import Cost, Impl, Op, error, floating, lay, layout_of, nbytes, rows, same_device
 from whet.ops._rows import KERNEL_DTYPES, unit_rows
 
 TILE, WARPS = 1024, 4  # 8 elements a thread of every tensor: one 16-byte load each of bf16
@@ -206,7 +206,7 @@ def liger_refuses(gate, up=None):
 def run_liger(gate, up=None):
     from liger_kernel.ops.swiglu import LigerFusedGateUpSiLUMulFunction
 
-    return LigerFusedGateUpSiLUMulFunction.apply(gate)
+    return LigerFusedGateUpSiLUMulFunction.apply(rows(gate)).view(*gate.shape[:-1], -1)  # its backward returns 2-D
 
 
 OP = Op(

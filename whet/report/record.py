@@ -27,7 +27,7 @@ def write(record: dict, folder: str | Path, name: str) -> Path | None:
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(json.dumps(record, indent=1) + "\n")
     except OSError as e:
-        say(f"the record {path} cannot be written ({e.strerror}); use --json to keep it")
+        say(f"the record {path} cannot be written ({e.strerror}); --json prints it")
         return None
     return path
 

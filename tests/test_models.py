@@ -1,0 +1,187 @@
+"""tiny-llama: its variants are one function, every gradient is alive, it learns, and it says what it was given wrongly."""
+
+import math
+import subprocess
+import sys
+from dataclasses import replace
+
+import pytest
+import torch
+
+from whet import models
+from whet.choices import Choices
+from whet.models.tiny_llama import MODEL, VARIANTS, Block, Config, TinyLlama, adapt, batch, canonical, main, train
+from whet.optimize import oracle
+from whet.verify import judge
+
+SMALL = Config(hidden=64, layers=2, seq_len=16, batch=2, heads=4, kv_heads=2, vocab=97)
+ONE_HEAD_EACH = replace(SMALL, kv_heads=4)  # no grouping
+variants = pytest.mark.parametrize("variant", VARIANTS)
+
+
+def weights(c: Config) -> dict[str, torch.Tensor]:
+    """Of the plain variant; norms away from 1, where a wrong gradient through the weight cannot hide."""
+    named = {n: p.detach().clone() for n, p in TinyLlama(c, "v1").named_parameters()}
+    generator = torch.Generator().manual_seed(5)
+    return {n: t if t.dim() == 2 else torch.rand(t.shape, generator=generator) + 0.5 for n, t in named.items()}
+
+
+def built(c: Config, variant: str, plain: dict, device: str, ops: Choices | None = None) -> TinyLlama:
+    model = TinyLlama(c, variant, ops)
+    named = dict(model.named_parameters())
+    own = adapt(c, variant, plain)
+    assert set(own) == set(named)
+    with torch.no_grad():
+        for name, value in own.items():
+            named[name].copy_(value)
+    return model.to(device)
+
+
+def evidence(model: TinyLlama, device: str) -> dict[str, torch.Tensor]:
+    loss = model(**batch(model.c, device))
+    loss.backward()
+    grads = canonical(model.c, {n: p.grad for n, p in model.named_parameters() if p.grad is not None})
+    return {"output loss": loss.detach()} | {f"grad {n}": g for n, g in grads.items()}
+
+
+@pytest.mark.parametrize("c", [pytest.param(SMALL, id="grouped"), pytest.param(ONE_HEAD_EACH, id="ungrouped")])
+@pytest.mark.parametrize("variant, impl", [("v1", "eager"), ("v2", None), ("v3", "eager"), ("v3", None), ("v3", "triton")])
+def test_variants_are_one_function_with_one_set_of_gradients(c, variant, impl, device):
+    plain = weights(c)
+    truth = oracle(MODEL, c, {n: t.to(device) for n, t in plain.items()}, device)
+    eager = evidence(built(c, "v1", plain, device), device)
+    actual = evidence(built(c, variant, plain, device, Choices(default=impl)), device)
+    assert set(actual) == set(truth) == set(eager)
+    assert all(t.dtype == torch.float64 for t in truth.values())
+    verdict = judge(actual, eager, truth)
+    assert verdict.ok, verdict.why
+
+
+def test_the_comparison_would_see_a_single_scaled_norm(device):
+    plain = weights(SMALL)
+    truth = oracle(MODEL, SMALL, {n: t.to(device) for n, t in plain.items()}, device)
+    eager = evidence(built(SMALL, "v1", plain, device), device)
+    off = evidence(built(SMALL, "v3", plain | {"blocks.1.norm2": plain["blocks.1.norm2"] * 1.001}, device), device)
+    assert not judge(off, eager, truth).ok
+
+
+@variants
+def test_adapt_and_canonical_are_inverse(variant):
+    plain = weights(SMALL)
+    own = adapt(SMALL, variant, plain)
+    assert set(own) == {n for n, _ in TinyLlama(SMALL, variant).named_parameters()}
+    back = canonical(SMALL, own)
+    assert set(back) == set(plain)
+    assert all(torch.equal(back[n], t) for n, t in plain.items())
+
+
+def test_every_variant_starts_from_the_same_weights():
+    first, *others = (canonical(SMALL, dict(TinyLlama(SMALL, v).named_parameters())) for v in VARIANTS)
+    for other in others:
+        assert set(other) == set(first) and all(torch.equal(other[n], first[n]) for n in first)
+
+
+@variants
+def test_initial_loss_is_that_of_a_guess(variant, device):
+    for c in (SMALL, Config(layers=2, seq_len=32, batch=2)):
+        with torch.no_grad():
+            loss = TinyLlama(c, variant).to(device)(**batch(c, device)).item()
+        assert abs(loss - math.log(c.vocab)) < 0.3
+
+
+def test_labels_are_the_tokens_shifted_exactly_once():
+    data = batch(SMALL, "cpu")
+    assert data["tokens"].shape == data["labels"].shape == (SMALL.batch, SMALL.seq_len)
+    assert torch.equal(data["labels"][:, :-1], data["tokens"][:, 1:])
+    assert 0 <= data["tokens"].min() and data["labels"].max() < SMALL.vocab
+    assert torch.equal(data["tokens"], batch(SMALL, "cpu")["tokens"]), "the same step must give the same batch"
+    assert not torch.equal(data["tokens"], batch(SMALL, "cpu", step=1)["tokens"])
+
+
+def test_the_future_is_masked(device):
+    """A later token changes no earlier position: the loss over the first half depends on the first half alone."""
+    for variant in VARIANTS:
+        model = TinyLlama(SMALL, variant).to(device)
+        data = batch(SMALL, device)
+        half = SMALL.seq_len // 2
+        data["labels"][:, half:] = -100
+        loss = model(**data)
+        data["tokens"][:, half:] = (data["tokens"][:, half:] + 1) % SMALL.vocab
+        assert torch.equal(model(**data), loss), variant
+
+
+@variants
+def test_every_parameter_has_a_gradient(variant, device):
+    model = TinyLlama(SMALL, variant).to(device)
+    model(**batch(SMALL, device)).backward()
+    dead = [n for n, p in model.named_parameters() if p.grad is None or not p.grad.any() or not torch.isfinite(p.grad).all()]
+    assert not dead
+
+
+@pytest.mark.parametrize("variant", ["v1", "v3"])
+def test_the_made_up_language_is_learned(variant, device):
+    c = replace(SMALL, batch=16, lr=1e-2)
+    first = train(c, variant, 1, device)["loss"]
+    last = train(c, variant, 60, device)["loss"]
+    assert first > math.log(c.vocab) - 0.3
+    assert last < first - 0.8
+
+
+@pytest.mark.parametrize(
+    "method, cut, name",
+    [("attend", lambda y, *rest: (y.detach(), *rest), "blocks.0.norm1"), ("mlp", lambda y, *rest: (y * 0, *rest), "blocks.0.norm2")],
+    ids=["detached", "zero"],
+)
+def test_training_stops_with_the_name_of_a_parameter_without_gradient(method, cut, name, monkeypatch, device):
+    original = getattr(Block, method)
+    monkeypatch.setattr(Block, method, lambda self, *args: original(self, *cut(*args)))
+    with pytest.raises(RuntimeError, match=rf"tiny-llama\[v2\]: no gradient reaches .*{name}.* in all"):
+        train(SMALL, "v2", 2, device)
+
+
+@pytest.mark.parametrize(
+    "make, said",
+    [
+        (lambda: models.find("gpt-9"), "unknown model 'gpt-9'; there are .*tiny-llama"),
+        (lambda: models.find("tiny-llama:huge"), "tiny-llama has no size 'huge'; there are small, tiny, medium, large"),
+        (lambda: TinyLlama(SMALL, "v4"), r"variant must be one of \('v1', 'v2', 'v3'\), got 'v4'"),
+        (lambda: TinyLlama(replace(SMALL, heads=5)), "hidden 64 must split into 5 heads"),
+        (lambda: TinyLlama(replace(SMALL, heads=0)), "hidden 64 must split into 0 heads"),
+        (lambda: TinyLlama(replace(SMALL, kv_heads=3)), "into 3 groups"),
+        (lambda: train(SMALL, "v1", 0, "cpu"), "steps must be at least 1, got 0"),
+        (lambda: train(replace(SMALL, batch=0), "v1", 1, "cpu"), "batch must be at least 1, got 0"),
+    ],
+    ids=["model", "size", "variant", "heads", "no-heads", "groups", "steps", "batch"],
+)
+def test_errors_name_the_argument_and_the_choices(make, said):
+    with pytest.raises(ValueError, match=said):
+        make()
+
+
+def test_sizes_are_found_by_name_and_the_first_is_the_default():
+    assert models.find("tiny-llama") == (MODEL, "small") == models.find("tiny-llama:small")
+    c = MODEL.sizes["tiny"]
+    assert (c.hidden, c.layers, c.seq_len, c.batch, c.heads, c.kv_heads, c.vocab) == (256, 4, 128, 8, 8, 4, 1000)
+
+
+def test_the_script_prints_every_summary_line():
+    options = "--batch-size 2 --seq-len 16 --num-steps 2 --hidden-dim 64 --num-layers 1 --num-heads 2"
+    done = subprocess.run([sys.executable, "-m", "whet.models.tiny_llama", *options.split()], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    said = dict(line.split(": ", 1) for line in done.stdout.splitlines())
+    assert abs(float(said["Final loss"]) - math.log(1000)) < 0.3
+    speed, unit = said["Average training speed"].split()
+    assert float(speed) > 0 and unit == "samples/sec"
+    for part in ("batch", "forward", "backward", "optimizer"):
+        value, unit = said[f"Average {part} time"].split()
+        assert float(value) > 0 and unit == "ms"
+    assert said["Peak memory usage"] == "not measured on a CPU" or said["Peak memory usage"].endswith(" MB")
+
+
+@pytest.mark.parametrize("option, said", [("--num-steps=0", "steps must be at least 1"), ("--num-heads=5", "5 heads"), ("--variant=v9", "v1")])
+def test_the_script_says_in_one_line_what_is_wrong(option, said, monkeypatch, capsys):
+    monkeypatch.setattr(sys, "argv", ["tiny_llama", option])
+    with pytest.raises(SystemExit) as stopped:
+        main()
+    assert stopped.value.code == 2
+    assert said in capsys.readouterr().err.splitlines()[-1]

@@ -1,0 +1,332 @@
+"""Records -> the tables of README.md and docs/*.md; the ops themselves -> docs/ops.md.
+
+python -m whet.report.readme           rewrite them in place
+python -m whet.report.readme --check   exit 1 if one is out of step with the records or with the ops
+
+A table stands between the lines `<!-- table:NAME -->` and `<!-- /table -->`. What is between them is made here, never by hand.
+"""
+
+import argparse
+import inspect
+import json
+import re
+import statistics
+import sys
+from collections.abc import Callable, Iterable, Sequence
+from pathlib import Path
+
+from whet.op import SIMPLICITY, Call, Impl, Op, discover
+from whet.report.tables import left_out, ms
+
+ROOT = Path(__file__).resolve().parents[2]
+REGION = re.compile(r"^<!-- table:([\w-]+) -->\n(.*?)^<!-- /table -->$", re.M | re.S)
+OPENING = re.compile(r"^<!-- table:", re.M)
+MODES = ("graph", "eager")
+OURS = "triton"  # the impl that is whet's own; all others can be had without it
+MEMORY = ("linear_cross_entropy",)  # ops whose point is memory as much as time
+
+Records = dict[str, dict]  # file name -> record
+
+
+def read(root: Path, kind: str) -> Records:
+    """The records of one kind, oldest first."""
+    found = {}
+    for path in (root / "records").glob(f"{kind}-*.json"):
+        try:
+            found[path.name] = json.loads(path.read_text())
+            missing = {"machine", "commit", "at", "measured"} - set(found[path.name])
+        except (ValueError, TypeError) as e:
+            raise ValueError(f"records/{path.name} cannot be read: {e}") from None
+        if missing:
+            raise ValueError(f"records/{path.name} has no {', '.join(sorted(missing))}: it is not a record")
+    return dict(sorted(found.items(), key=lambda item: (item[1]["at"], item[0])))
+
+
+def grid(head: Sequence[str], rows: Iterable[Sequence[str]], text: int = 1) -> str:
+    """A markdown table; the first `text` columns are words, the rest figures, set to the right."""
+    rule = ["---" if i < text else "---:" for i in range(len(head))]
+    return "\n".join(f"| {' | '.join(cell.replace('|', chr(92) + '|') for cell in row)} |" for row in (head, rule, *rows))
+
+
+def absent(kind: str) -> str:
+    return f"Not measured yet: there is no `records/{kind}-*.json`."
+
+
+def versions(m: dict) -> str:
+    return f"torch {m['torch']}, triton {m['triton']}, whet {m['whet']}, Python {m['python']}"
+
+
+def source(records: Records) -> str:
+    """The line under every table: which file, which commit, which machine."""
+    places: dict[str, list[str]] = {}
+    for name, r in records.items():
+        commit = re.sub(r"^([0-9a-f]{12})[0-9a-f]{28}", r"\1", r["commit"])
+        place = f"{r['machine']['name']}, {versions(r['machine'])}"
+        places.setdefault(place, []).append(f"`records/{name}` (commit `{commit}`, {r['at'][:10]})")
+    return "\n".join(f"Source: {', '.join(files)}; {place}." for place, files in places.items())
+
+
+def by_machine(records: Records) -> list[Records]:
+    """Figures of different machines or versions never share a table."""
+    groups: dict[str, Records] = {}
+    for name, r in records.items():
+        groups.setdefault(r["machine"]["key"], {})[name] = r
+    return list(groups.values())
+
+
+def merged(records: Records) -> list[tuple[str, dict]]:
+    """(file, entry) of every call and mode; of several records of one call the newest counts."""
+    entries: dict[tuple[str, str], tuple[str, dict]] = {}
+    for name, r in records.items():
+        for e in r["measured"]["entries"]:
+            entries[Call(**e["call"]).key, e["mode"]] = (name, e)
+    return list(entries.values())
+
+
+def shape(e: dict) -> str:
+    """The op's own name for the shape, else its sizes."""
+    case, op = e["call"]["case"], discover().get(e["call"]["op"])
+    names = [name for name, c in op.shapes.items() if c == case] if op else []
+    return names[0] if names else " ".join(f"{k}={v}" for k, v in case.items())
+
+
+def sections(records: Records) -> list[tuple[str, Records, list[dict]]]:
+    """(heading, records used, entries) per machine, dtype and pass, entries in the order of their ops' shapes."""
+    found = []
+    for group in by_machine(records):
+        gpu = next(iter(group.values()))["machine"]["name"]
+        kinds: dict[tuple[str, bool], list[tuple[str, dict]]] = {}
+        for name, e in merged(group):
+            kinds.setdefault((e["call"]["dtype"], e["call"]["grad"]), []).append((name, e))
+        for (dtype, grad), items in kinds.items():
+            heading = f"{gpu}, {dtype}, {'forward and backward' if grad else 'forward'}"
+            used = {name: r for name, r in group.items() if any(name == n for n, _ in items)}
+            found.append((heading, used, sorted((e for _, e in items), key=order)))
+    return found
+
+
+def order(e: dict) -> tuple:
+    op = discover().get(e["call"]["op"])
+    names = list(op.shapes) if op else []
+    name = shape(e)
+    return e["call"]["op"], names.index(name) if name in names else len(names), name, MODES.index(e["mode"])
+
+
+def times(e: dict) -> dict[str, float]:
+    return {n: c["ms"] for n, c in e["candidates"].items() if c["ok"] and c.get("ms")}
+
+
+def ratio(e: dict) -> float | None:
+    """Time of the best that can be had without whet, over the time of the chosen. 1 where that best is itself chosen."""
+    timed = times(e)
+    others = [t for n, t in timed.items() if n != OURS]
+    return min(others) / timed[e["chosen"]] if others and e.get("chosen") in timed else None
+
+
+def cell(text: str, bold: bool) -> str:
+    return f"**{text}**" if bold else text
+
+
+def percent(share: float) -> str:
+    return "under 1%" if 0 < share < 0.01 else f"{100 * share:.0f}%"
+
+
+def bench(root: Path) -> str:
+    """Every op, shape and mode: each candidate's time, the chosen one, how it stands to the others and to the roofline."""
+    head = ("op", "shape", "mode", *SIMPLICITY, "chosen", "vs best other", "of roofline")
+    parts = []
+    for heading, used, entries in sections(read(root, "bench")):
+        rows = []
+        for e in entries:
+            timed, r = times(e), ratio(e)
+            chosen = e.get("chosen", "-")
+            roof = f"{percent(e['floor_ms'] / timed[chosen])} {e['bound']}" if e.get("floor_ms") and chosen in timed else "-"
+            cells = [cell(ms(timed.get(n)), n == chosen and n in timed) for n in SIMPLICITY]
+            rows.append((e["call"]["op"], shape(e), e["mode"], *cells, chosen, f"{r:.2f}x" if r else "-", roof))
+        parts += [f"{heading}; times in ms.", grid(head, rows, text=3), *memory(entries)]
+        if reasons := left_out(entries):
+            parts.append("\n".join(f"- {line}" for line in reasons))
+        parts.append(source(used))
+    return "\n\n".join(parts) or absent("bench")
+
+
+def memory(entries: list[dict]) -> list[str]:
+    """Extra device memory of the ops that are about it: eager mode where it was timed, since more candidates run there."""
+    by_call = {Call(**e["call"]).key: e for e in entries if e["call"]["op"] in MEMORY}  # eager comes last and stays
+    rows = []
+    for e in by_call.values():
+        held = {n: c["peak_mib"] for n, c in e["candidates"].items() if c["ok"] and c.get("peak_mib") is not None}
+        if held:
+            rows.append((e["call"]["op"], shape(e), *(f"{held[n]:.0f}" if n in held else "-" for n in SIMPLICITY)))
+    if not rows:
+        return []
+    return ["Extra device memory at the highest point of one run, MiB.", grid(("op", "shape", *SIMPLICITY), rows, text=2)]
+
+
+def summary(root: Path) -> str:
+    """Per op: the geometric mean over shapes of chosen against best other, and the worst of them, per mode."""
+    columns = [text for mode in MODES for text in (f"{mode}: mean", f"{mode}: worst")]
+    parts = []
+    for heading, used, entries in sections(read(root, "bench")):
+        ops = list(dict.fromkeys(e["call"]["op"] for e in entries))
+        rows = [summary_row(op, [e for e in entries if e["call"]["op"] == op]) for op in ops]
+        rows.append(summary_row("all", entries))
+        parts += [f"{heading}.", grid(("op", "shapes", *columns, "whet's kernel chosen"), rows), source(used)]
+    return "\n\n".join(parts) or absent("bench")
+
+
+def summary_row(name: str, entries: list[dict]) -> list[str]:
+    row = [name, str(len({Call(**e["call"]).key for e in entries}))]
+    for mode in MODES:
+        found = [r for e in entries if e["mode"] == mode and (r := ratio(e))]
+        row += [f"{statistics.geometric_mean(found):.2f}x", f"{min(found):.2f}x"] if found else ["-", "-"]
+    return [*row, f"{sum(e.get('chosen') == OURS for e in entries)} of {len(entries)}"]
+
+
+def plans(root: Path) -> str:
+    """What `whet optimize` found, one table per record."""
+    parts = []
+    for name, r in read(root, "optimize").items():
+        result = r["measured"]
+        rows = []
+        for p in result["plans"]:
+            timed, chosen = p.get("ms"), p["name"] == result["chosen"]
+            rows.append([cell(t, chosen) for t in (p["name"], verified(p))] + [
+                cell(t, chosen) for t in (
+                    ms(timed), f"{p['samples_per_s']:.0f}" if timed else "-", f"{p['speedup']:.2f}x" if timed else "-",
+                    f"{p['peak_mb']:.0f}" if p.get("peak_mb") else "-",
+                )
+            ])
+        tie = " (a tie: the simpler is kept)" if result["tied"] else ""
+        stored = " The plans were read from the lock, not measured again by this command." if result.get("from_lock") else ""
+        parts += [
+            f"{result['target']}, one training step; chosen: {result['chosen']}{tie}. `{result['config']}`.{stored}",
+            grid(("plan", "verified", "step, ms", "samples/s", "speed-up", "peak MB"), rows, text=2),
+            source({name: r}),
+        ]
+    return "\n\n".join(parts) or absent("optimize")
+
+
+def verified(plan: dict) -> str:
+    if not plan["ok"]:
+        return f"no: {plan['why']}"
+    return f"yes, {percent(plan['share'])} of the error budget" if "share" in plan else "the baseline"
+
+
+def machine(root: Path) -> str:
+    """What was measured on: GPU, versions, and the measured ceilings that the rooflines refer to."""
+    parts = []
+    for group in by_machine(read(root, "bench") | read(root, "optimize")):
+        m = next(iter(group.values()))["machine"]
+        capability = f", compute capability {m['capability'][0]}.{m['capability'][1]}" if m["capability"] else ""
+        rows = [
+            ("GPU", f"{m['name']}{capability}, {m['sms']} SMs, {m['memory_gib']} GiB, L2 {m['l2_mib']:.0f} MiB"),
+            ("versions", versions(m)),
+        ]
+        with_roof = {name: r for name, r in group.items() if r["measured"].get("ceilings")}
+        for roof in [r["measured"]["ceilings"] for r in with_roof.values()][-1:]:
+            rows.append(("copy, measured", f"{roof['copy_gbs']:.0f} GB/s, bytes read plus bytes written"))
+            rows.append(("matmul, measured", ", ".join(f"{k} {v:.0f} TFLOP/s" for k, v in roof["tflops"].items())))
+        parts += [grid(("", ""), rows, text=2), source(dict(list((with_roof or group).items())[-1:]))]
+    return "\n\n".join(parts) or absent("bench")
+
+
+TABLES: dict[str, Callable[[Path], str]] = {"bench": bench, "summary": summary, "plans": plans, "machine": machine}
+
+
+def regions(text: str) -> dict[str, str]:
+    return {match[1]: match[2] for match in REGION.finditer(text)}
+
+
+def fill(text: str, root: Path, name: str) -> str:
+    """The text with every region made anew."""
+    found = REGION.findall(text)
+    if len(found) != len(OPENING.findall(text)):
+        raise ValueError(f"{name}: a table region is not closed; it ends with the line <!-- /table -->")
+    for region, _ in found:
+        if region not in TABLES:
+            raise ValueError(f"{name}: unknown table {region!r}; there are {', '.join(TABLES)}")
+    return REGION.sub(lambda match: f"<!-- table:{match[1]} -->\n{TABLES[match[1]](root)}\n<!-- /table -->", text)
+
+
+IMPLS = {
+    "eager": "the reference as it stands", "compile": "torch.compile of the reference", "torch": "the best stock PyTorch call",
+    "liger": "Liger-Kernel's", "triton": "whet's own kernel",
+}
+NEEDS = {"torch": "-", "triton": "a GPU (or TRITON_INTERPRET=1)"}
+OPS_HEAD = """\
+<!-- made by `python -m whet.report.readme` from whet/ops; edits here are overwritten -->
+# Ops
+
+Each op is a function in `whet.ops`. It takes the reference's arguments, and `impl`: `"auto"` (what was chosen by measurement,
+else the stock call) or the name of one impl. An impl that cannot serve the arguments raises a `ValueError` that says why;
+`"auto"` gives way to the stock call instead. "Refuses" lists what an impl states it cannot do.
+"""
+
+
+def ops_page(ops: dict[str, Op]) -> str:
+    links = ", ".join(f"[{name}](#{name})" for name in ops)
+    return f"{OPS_HEAD}\n{links}\n" + "".join(op_section(op) for op in ops.values())
+
+
+def op_section(op: Op) -> str:
+    rows = [
+        (name, IMPLS[name], NEEDS.get(impl.needs, f"`{impl.needs}` and a GPU"), "; ".join(impl.limits) or "-")
+        for name, impl in op.impls.items()
+    ]
+    parameters = [*op.signature.parameters.values(), inspect.Parameter("impl", inspect.Parameter.KEYWORD_ONLY, default="auto")]
+    notes = [
+        f"Gradients: {', '.join(op.grads)}. Untuned calls get `{op.stock}`.",
+        f"Sizes bucketed by powers of two when tuned: {', '.join(op.dynamic) or 'none'}.",
+        f"Shapes that `whet bench {op.name}` times: {', '.join(op.shapes)}.",
+        *(spilling(name, impl) for name, impl in op.impls.items() if impl.spills),
+    ]
+    signature = f"{op.name}{op.signature.replace(parameters=parameters)}"
+    meaning = f"```text\n{signature}\n\n{inspect.cleandoc(op.reference.__doc__ or '')}\n```"
+    table = grid(("impl", "what it is", "needs", "refuses"), rows, text=4)
+    return "\n\n".join((f"\n## {op.name}", meaning, table, "\n".join(notes))) + "\n"
+
+
+def spilling(name: str, impl: Impl) -> str:
+    return f"`{name}` may spill registers on sm_90: {impl.spills}."
+
+
+def rendered(root: Path) -> dict[Path, str]:
+    """Every page that holds tables, as it should be."""
+    pages = [path for path in (root / "README.md", *sorted((root / "docs").glob("*.md"))) if path.exists()]
+    return {path: fill(path.read_text(), root, path.name) for path in pages} | {root / "docs" / "ops.md": ops_page(discover())}
+
+
+def stale(root: Path) -> dict[str, str]:
+    """{page: what about it is out of step}; empty when nothing is."""
+    found = {}
+    for path, wanted in rendered(root).items():
+        held = path.read_text() if path.exists() else ""
+        if held != wanted:
+            old, new = regions(held), regions(wanted)
+            tables = [name for name in new if old.get(name) != new[name]]
+            what = f"table {', '.join(tables)} is out of step with records/" if tables else "out of step with whet/ops"
+            found[path.relative_to(root).as_posix()] = what
+    return found
+
+
+def main(argv: list[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(prog="python -m whet.report.readme", description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--check", action="store_true", help="write nothing; exit 1 if something is out of step (default off)")
+    parser.add_argument("--root", type=Path, default=ROOT, metavar="DIR", help="the checkout (default: this file's)")
+    options = parser.parse_args(argv)
+    try:
+        found, pages = stale(options.root), rendered(options.root)
+    except ValueError as e:
+        parser.error(str(e))
+    for name, what in found.items():
+        if options.check:
+            print(f"{name}: {what}; run python -m whet.report.readme")
+        else:
+            (options.root / name).write_text(pages[options.root / name])
+            print(f"{name}: rewritten")
+    return int(options.check and bool(found))
+
+
+if __name__ == "__main__":
+    sys.exit(main())
