@@ -101,24 +101,29 @@ def auto_select_kernels(config: Any) -> Any:
             setattr(config, flag, False)
         print("Kernel benchmark is off: " + _summary(config))
         return config
-    dtype = getattr(config, "dtype", "bfloat16")
     if wanted:
-        _sizes(batch_size=config.batch_size, max_seq_len=config.max_seq_len, d_model=config.d_model)
+        _check(config, wanted)
         print(f"Benchmarking kernels: batch_size={config.batch_size}, seq_len={config.max_seq_len}, d_model={config.d_model}")
     for flag in wanted:
-        sizes = dict(batch_size=config.batch_size, seq_len=config.max_seq_len)
+        common = dict(batch_size=config.batch_size, seq_len=config.max_seq_len, dtype=getattr(config, "dtype", "bfloat16"))
         if flag == "use_triton_rmsnorm":
-            result = benchmark_rms_norm(**sizes, d_model=config.d_model, dtype=dtype)
+            result = benchmark_rms_norm(**common, d_model=config.d_model)
         else:
-            _sizes(n_heads=config.n_heads)
-            if config.d_model % (2 * config.n_heads):
-                raise ValueError(f"d_model must split into n_heads={config.n_heads} heads of even width, got {config.d_model}")
-            result = benchmark_rotary(**sizes, n_heads=config.n_heads, d_head=config.d_model // config.n_heads, dtype=dtype)
+            result = benchmark_rotary(**common, n_heads=config.n_heads, d_head=config.d_model // config.n_heads)
         _say(result)
         setattr(config, flag, result["use_triton"])
     print("Kernel selection: " + _summary(config))
     _log_to_wandb(config)
     return config
+
+
+def _check(config: Any, wanted: list[str]) -> None:
+    """Every wrong size is said under the config's own name for it, before anything is measured."""
+    _sizes(batch_size=config.batch_size, max_seq_len=config.max_seq_len, d_model=config.d_model)
+    if "use_triton_rotary" in wanted:
+        _sizes(n_heads=config.n_heads)
+        if config.d_model % (2 * config.n_heads):
+            raise ValueError(f"d_model must split into n_heads={config.n_heads} heads of even width, got {config.d_model}")
 
 
 def _say(r: dict) -> None:

@@ -169,11 +169,12 @@ def bench(
         entries = list(lock.calls.values())
         options = [*(ops or []), *(f"--shapes {s}" for s in shapes or []), f"--mode {mode} --dtype {dtype} --seconds {seconds:g}"]
         command = " ".join(["whet bench", *options, *(["--forward-only"] if forward_only else [])])
-        made = record.make(command, {"entries": entries, "ceilings": asdict(measure.ceilings()), "note": reduced_note()})
+        also = {"ceilings": asdict(measure.ceilings()), "dispatch_us": measure.dispatch_us(), "note": reduced_note()}
+        made = record.make(command, {"entries": entries} | also)
 
         def show():
             show_calls(entries)
-            console.print(reduced_note())
+            console.print(f"dispatch through choices adds {also['dispatch_us']} us a call. {reduced_note()}")
 
         emit(made, as_json, records, name or "bench " + " ".join(ops or ["all"]), show)
 

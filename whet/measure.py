@@ -18,7 +18,8 @@ from dataclasses import asdict, dataclass
 import torch
 
 from whet import machine
-from whet.op import Cost, Op, as_tuple
+from whet.choices import Choices
+from whet.op import Cost, Op, as_tuple, discover
 from whet.verify import upstream
 
 FLUSH_BYTES = 256 * 2**20  # several times the largest L2 (H200: 60 MiB; MI300X: 256 MiB of Infinity Cache)
@@ -237,8 +238,27 @@ def _measure_ceilings() -> Ceilings:
     for name in ("bfloat16", "float16", "float32") if gpu else ("float32", "bfloat16"):
         a, b = (torch.randn(side, side, device=device).to(getattr(torch, name)) for _ in range(2))
         t = compare({"mm": functools.partial(torch.mm, a, b)}, flush=False, seconds=0.3)["mm"]
-        tflops[name] = round(2 * side**3 / t.ms / 1e9, 2)
+        tflops[name] = round(2 * side**3 / t.low / 1e9, 2)
     return Ceilings(round(copy_gbs, 1), tflops)
+
+
+def dispatch_us(calls: int = 200, turns: int = 25) -> float:
+    """Host time per call that asking Choices adds to calling an impl directly: the best of many turns of each."""
+    op, choices = discover()["rms_norm"], Choices(default="torch")
+    x, w = torch.randn(8, 64, device=machine.this_machine().device), torch.ones(64, device=machine.this_machine().device)
+
+    def best(run: Callable) -> float:
+        if x.is_cuda:
+            torch.cuda.synchronize()  # an empty launch queue, so that no call waits for room in it
+        before = time.perf_counter()
+        for _ in range(calls):
+            run(x, w, 1e-6)
+        return time.perf_counter() - before
+
+    with torch.no_grad():
+        choices.rms_norm(x, w, 1e-6)
+        pairs = [(best(choices.rms_norm), best(op.impls["torch"].run)) for _ in range(turns)]
+    return round((min(t for t, _ in pairs) - min(d for _, d in pairs)) / calls * 1e6, 3)
 
 
 class Stopwatch:

@@ -14,13 +14,15 @@ import torch
 
 from whet.choices import Choices, Recorder
 from whet.lock import Lock
+from whet.machine import commit
 from whet.measure import Graph, Timing, compare, fastest, now
 from whet.models import Model, find
 from whet.op import Call, discover
 from whet.tune import modes_here, reduced_note, save_plans, tune
 from whet.verify import judge
 
-PRECISIONS = ("float32", "tf32", "bfloat16")
+STEPS = {"float32": None, "tf32": 2.0**-10, "bfloat16": torch.finfo(torch.bfloat16).eps}  # a matmul operand's rounding step
+PRECISIONS = tuple(STEPS)
 BEFORE = "before: plain eager"
 
 
@@ -189,7 +191,7 @@ class Trial:
                 runner.step()
                 runner.step()
             result["ready_s"] = round(now() - started, 2)
-            verdict = judge(self._complete(runner.evidence()), self.eager, self.truth)
+            verdict = judge(self._complete(runner.evidence()), self.eager, self.truth, STEPS[self.precision])
             result |= {"ok": verdict.ok, "why": verdict.why, "share": round(verdict.share, 4)}
             if verdict.ok:
                 timings = compare({BEFORE: self.before.step, plan.name: runner.step}, seconds=self.seconds, flush=False, least=3)
@@ -256,12 +258,19 @@ def optimize(
 
 
 def conclude(key: str, config, results: list[dict], calls: list[tuple[Call, int]]) -> dict:
-    """The fastest verified plan; within the spread the simpler one, which comes first."""
-    fields = ("ms", "low", "high", "samples")
-    timed = {r["name"]: Timing(**{k: r[k] for k in fields}) for r in results if r["ok"] and "ms" in r}
+    """The fastest verified plan; within the spread the simpler one, which comes first.
+
+    Each plan ran in turns with the baseline, at another time than the other plans: so plans are compared by their share
+    of the baseline that ran beside them.
+    """
+    timed = {}
+    for r in results:
+        if r["ok"] and "ms" in r:
+            beside = r.get("before_ms", r["ms"])
+            timed[r["name"]] = Timing(r["ms"] / beside, r["low"] / beside, r["high"] / beside, r["samples"])
     chosen, tied = fastest(timed, tuple(timed)) if timed else (BEFORE, False)
     return {
-        "target": key, "config": repr(config), "plans": results, "chosen": chosen, "tied": tied, "note": reduced_note(),
+        "target": key, "config": repr(config), "plans": results, "chosen": chosen, "tied": tied, "note": reduced_note(), "commit": commit(),
         "speedup": next(r.get("speedup", 1.0) for r in results if r["name"] == chosen),
         "calls": [{"call": asdict(call), "count": count} for call, count in calls],
     }

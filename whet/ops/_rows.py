@@ -22,14 +22,15 @@ def tile(N: int) -> tuple[int, int, int]:
     return min(8, max(1, 2048 // BLOCK_N)), BLOCK_N, max(2, BLOCK_N // 2048)
 
 
-def bwd_tile(N: int) -> tuple[int, int, int, int]:
+def bwd_tile(N: int, warps_per_sm: int = 16) -> tuple[int, int, int, int]:
     """BLOCK_M, BLOCK_N, num_warps, programs per SM of a backward.
 
-    Sixteen elements a thread: at 32 the backwards take 166 to 252 registers on sm_90.
+    Sixteen elements a thread: at 32 the backwards take 166 to 252 registers on sm_90. Short rows do best with fewer
+    programs, since each leaves one more partial row to sum.
     """
     BLOCK_N = triton.next_power_of_2(max(N, 16))
-    per_sm = 4 if BLOCK_N <= 512 else 6 if BLOCK_N <= 2048 else 3 if BLOCK_N <= 4096 else 1
-    return min(8, max(1, 2048 // BLOCK_N)), BLOCK_N, max(4, BLOCK_N // 512), per_sm
+    warps = max(4, BLOCK_N // 512)
+    return min(8, max(1, 2048 // BLOCK_N)), BLOCK_N, warps, max(1, (12 if BLOCK_N <= 512 else warps_per_sm) // warps)
 
 
 def programs(blocks: int, per_sm: int) -> int:

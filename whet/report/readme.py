@@ -23,6 +23,7 @@ REGION = re.compile(r"^<!-- table:([\w-]+) -->\n(.*?)^<!-- /table -->$", re.M | 
 OPENING = re.compile(r"^<!-- table:", re.M)
 MODES = ("graph", "eager")
 OURS = "triton"  # the impl that is whet's own; all others can be had without it
+COLUMNS = (*(name for name in SIMPLICITY if name != OURS), OURS)
 MEMORY = ("linear_cross_entropy",)  # ops whose point is memory as much as time
 
 Records = dict[str, dict]  # file name -> record
@@ -39,6 +40,8 @@ def read(root: Path, kind: str) -> Records:
             raise ValueError(f"records/{path.name} cannot be read: {e}") from None
         if missing:
             raise ValueError(f"records/{path.name} has no {', '.join(sorted(missing))}: it is not a record")
+        if found[path.name]["machine"]["device"] != "cuda":
+            raise ValueError(f"records/{path.name} was made without a GPU, so it feeds no table; name it cpu-*")
     return dict(sorted(found.items(), key=lambda item: (item[1]["at"], item[0])))
 
 
@@ -133,7 +136,7 @@ def percent(share: float) -> str:
 
 def bench(root: Path) -> str:
     """Every op, shape and mode: each candidate's time, the chosen one, how it stands to the others and to the roofline."""
-    head = ("op", "shape", "mode", *SIMPLICITY, "chosen", "vs best other", "of roofline")
+    head = ("op", "shape", "mode", *COLUMNS, "chosen", "vs best other", "of roofline")
     parts = []
     for heading, used, entries in sections(read(root, "bench")):
         rows = []
@@ -141,7 +144,7 @@ def bench(root: Path) -> str:
             timed, r = times(e), ratio(e)
             chosen = e.get("chosen", "-")
             roof = f"{percent(e['floor_ms'] / timed[chosen])} {e['bound']}" if e.get("floor_ms") and chosen in timed else "-"
-            cells = [cell(ms(timed.get(n)), n == chosen and n in timed) for n in SIMPLICITY]
+            cells = [cell(ms(timed.get(n)), n == chosen and n in timed) for n in COLUMNS]
             rows.append((e["call"]["op"], shape(e), e["mode"], *cells, chosen, f"{r:.2f}x" if r else "-", roof))
         parts += [f"{heading}; times in ms.", grid(head, rows, text=3), *memory(entries)]
         if reasons := left_out(entries):
@@ -157,10 +160,10 @@ def memory(entries: list[dict]) -> list[str]:
     for e in by_call.values():
         held = {n: c["peak_mib"] for n, c in e["candidates"].items() if c["ok"] and c.get("peak_mib") is not None}
         if held:
-            rows.append((e["call"]["op"], shape(e), *(f"{held[n]:.0f}" if n in held else "-" for n in SIMPLICITY)))
+            rows.append((e["call"]["op"], shape(e), *(f"{held[n]:.0f}" if n in held else "-" for n in COLUMNS)))
     if not rows:
         return []
-    return ["Extra device memory at the highest point of one run, MiB.", grid(("op", "shape", *SIMPLICITY), rows, text=2)]
+    return ["Extra device memory at the highest point of one run, MiB.", grid(("op", "shape", *COLUMNS), rows, text=2)]
 
 
 def summary(root: Path) -> str:

@@ -13,6 +13,7 @@ def make(command: str, measured: dict | list) -> dict:
     return {
         "command": command,
         "machine": machine.this_machine().as_dict(),
+        "rivals": {"liger-kernel": machine.version("liger-kernel")},
         "commit": machine.commit(),
         "at": datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds"),
         "measured": measured,

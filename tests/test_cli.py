@@ -1,0 +1,256 @@
+"""The command line as a user meets it: examples that run, errors in one line, JSON that parses, nothing lost on Ctrl-C."""
+
+import io
+import json
+import os
+import re
+import shlex
+import signal
+import subprocess
+import sys
+import time
+
+import pytest
+import typer
+from rich.console import Console
+from typer.testing import CliRunner
+
+import whet.cli
+from whet.cli import app
+from whet.lock import Lock
+from whet.op import discover
+
+COMMANDS = typer.main.get_command(app).commands  # type: ignore[attr-defined]
+WHET = [sys.executable, "-m", "whet.cli"]
+RESULT = {
+    "target": "tiny-llama:tiny float32", "config": "Config()", "chosen": "eager", "tied": False, "speedup": 2.0, "note": "No GPU.", "calls": [],
+    "from_lock": False, "seconds": 1.0, "entries": [
+        {
+            "call": {"op": "rope", "case": {"B": 2, "S": 8}, "dtype": "float32", "grad": True}, "mode": "eager", "count": 3, "chosen": "eager",
+            "candidates": {
+                "eager": {"ok": True, "share": 0.0, "why": "", "ms": 1.0, "low": 0.9, "high": 1.1, "samples": 9},
+                "triton": {"ok": False, "share": 0.0, "why": "rope[triton]: cannot read [/usr/lib/x] :warning:"},
+            },
+        }
+    ],
+    "plans": [
+        {"name": "before: plain eager", "ok": True, "why": "", "ms": 4.0, "low": 3.9, "high": 4.1, "samples": 9, "samples_per_s": 2000.0, "speedup": 1.0},
+        {"name": "eager", "ok": True, "why": "", "share": 0.4, "ms": 2.0, "low": 1.9, "high": 2.1, "samples": 9, "samples_per_s": 4000.0, "speedup": 2.0},
+        {"name": "torch.compile", "ok": False, "why": "RuntimeError: swiglu[triton]: no [/tmp/kernel.so]"},
+    ],
+}
+
+
+def invoke(*args: str):
+    return CliRunner().invoke(app, args, env={"COLUMNS": "200", "TERMINAL_WIDTH": "200"})
+
+
+def shown_help(command: str) -> str:
+    return re.sub(r"\s+", " ", invoke(command, "--help").output)
+
+
+def example(command: str) -> list[str]:
+    found = re.search(r"Example: whet ([^╭\n]+)", invoke(command, "--help").output)
+    assert found, f"{command} --help has no example"
+    return shlex.split(found[1].strip())
+
+
+def said(result) -> list[str]:
+    return result.stderr.strip().splitlines()
+
+
+@pytest.fixture
+def few(monkeypatch):
+    """No torch.compile of single ops: the subprocess test tries it."""
+    for op in discover().values():
+        for name in ("compile", "liger"):
+            monkeypatch.delitem(op.impls, name, raising=False)
+
+
+@pytest.fixture
+def planted(monkeypatch):
+    """optimize answers at once; what it was asked is kept."""
+    asked = []
+    monkeypatch.setattr(whet.cli, "optimize", lambda *args: asked.append(args) or RESULT)
+    return asked
+
+
+@pytest.fixture(scope="module")
+def benched(tmp_path_factory):
+    """The bench example of the help text in a process of its own, output to a pipe."""
+    folder = tmp_path_factory.mktemp("bench")
+    done = subprocess.run([*WHET, *example("bench"), "--seconds", "0.02"], cwd=folder, capture_output=True, text=True)
+    return done, folder
+
+
+def test_bench_example_verifies_times_and_keeps_a_record(benched):
+    done, folder = benched
+    assert done.returncode == 0, done.stderr
+    for word in ("rms_norm M=64 N=128", "eager", "torch", "compile", "chosen", "of roofline"):
+        assert word in done.stdout
+    (path,) = (folder / "records").iterdir()
+    assert f"record: records/{path.name}" in done.stdout
+    kept = json.loads(path.read_text())
+    assert kept["command"].startswith("whet bench rms_norm --shapes M=64,N=128") and "--dtype bfloat16" in kept["command"]
+
+
+def test_no_bar_and_no_colour_where_the_output_is_no_terminal(benched):
+    for text in (benched[0].stdout, benched[0].stderr):
+        assert "\x1b" not in text and "\r" not in text and "starting" not in text
+    assert not (benched[1] / "whet.lock").exists(), "a bench leaves the choices alone"
+
+
+def test_a_terminal_gets_a_bar(monkeypatch):
+    screen = io.StringIO()
+    monkeypatch.setattr(whet.cli, "console", Console(file=screen, force_terminal=True, width=100))
+    with whet.cli.progress_bar(True) as progress:
+        progress("verifying rope/triton", 3, 8)
+    assert "\x1b" in screen.getvalue() and "verifying rope/triton" in screen.getvalue()
+    before = screen.getvalue()
+    with whet.cli.progress_bar(False) as progress:
+        progress("verifying rope/triton", 3, 8)
+    assert screen.getvalue() == before, "--json shows none"
+
+
+def test_bench_json_is_a_whole_record(few):
+    result = invoke("bench", "rms_norm", "--shapes", "M=8,N=32", "--dtype", "float32", "--forward-only", "--seconds", "0.01", "--json", "--name", "mine")
+    assert result.exit_code == 0, result.stderr
+    made = json.loads(result.stdout)
+    assert set(made) == {"command", "machine", "commit", "at", "measured"}
+    assert made["command"] == "whet bench rms_norm --shapes M=8,N=32 --mode both --dtype float32 --seconds 0.01 --forward-only"
+    assert made["machine"]["torch"] and made["machine"]["key"] and re.fullmatch(r"[0-9a-f]{40}(-dirty)?|unknown", made["commit"])
+    entry = made["measured"]["entries"][0]
+    assert entry["call"] == {"op": "rms_norm", "case": {"M": 8, "N": 32}, "dtype": "float32", "grad": False}
+    assert entry["candidates"]["torch"]["ms"] > 0 and entry["chosen"] in entry["candidates"]
+    (path,) = (p for p in os.scandir("records") if p.name.endswith("mine.json"))
+    assert json.loads(open(path.path).read()) == made
+
+
+def test_machine_example_runs_and_tells_ceilings_with_units():
+    result = invoke(*example("machine"))
+    assert result.exit_code == 0
+    assert "GB/s" in result.stdout and "TFLOP/s" in result.stdout and "torch" in result.stdout and "Triton" in result.stdout
+    found = json.loads(invoke("machine", "--json").stdout)
+    assert found["ceilings"]["copy_gbs"] > 0 and found["ceilings"]["tflops"]["float32"] > 0
+    assert found["machine"]["device"] in ("cpu", "cuda")
+
+
+def test_ops_example_runs_and_lists_every_op_with_its_impls():
+    result = invoke(*example("ops"))
+    assert result.exit_code == 0 and all(name in result.stdout for name in discover())
+    listed = json.loads(invoke("ops", "--json").stdout)
+    assert set(listed) == set(discover())
+    for name, op in discover().items():
+        assert set(listed[name]["impls"]) == set(op.impls) and listed[name]["doc"] and listed[name]["signature"].startswith("(")
+
+
+def test_optimize_example_shows_calls_plans_and_the_choice(planted):
+    result = invoke(*example("optimize"))
+    assert result.exit_code == 0, result.stderr
+    target, lock, precision, again, seconds, _ = planted[0]
+    assert (target, precision, again, seconds) == ("tiny-llama:tiny", "float32", False, 0.5) and str(lock.path) == "whet.lock"
+    assert "eager: 2.00x the plain eager model, every gradient verified. No GPU." in result.stdout
+    assert "before: plain eager" in result.stdout and "4000" in result.stdout and "lock: whet.lock" in result.stdout
+
+
+def test_reasons_are_printed_as_they_are(planted):
+    """Square brackets and colons in a reason are no markup."""
+    result = invoke("optimize", "tiny-llama:tiny")
+    text = re.sub(r"[\s│]+", " ", result.stdout)
+    assert "not a candidate: triton for rope: rope[triton]: cannot read [/usr/lib/x] :warning:" in text
+    assert "RuntimeError: swiglu[triton]: no [/tmp/kernel.so]" in text
+
+
+def test_optimize_json_is_a_record_and_options_reach_it(planted, tmp_path):
+    options = ["--precision", "bfloat16", "--again", "--seconds", "0.1", "--lock", str(tmp_path / "my.lock"), "--records", str(tmp_path / "kept")]
+    result = invoke("optimize", "tiny-llama:tiny", *options, "--json")
+    made = json.loads(result.stdout)
+    assert made["measured"] == RESULT and "tiny-llama:tiny --precision bfloat16" in made["command"]
+    assert planted[0][0] == "tiny-llama:tiny" and planted[0][2:5] == ("bfloat16", True, 0.1) and planted[0][1].path == tmp_path / "my.lock"
+    (path,) = (tmp_path / "kept").iterdir()
+    assert json.loads(path.read_text()) == made
+
+
+WRONG = {
+    "op": ("bench nope", "unknown op 'nope'; there are add_rms_norm, "),
+    "shape": ("bench rms_norm --shapes tall", "must be one of ['4096x384', '16384x1024', '16384x4096', '4096x8192'] or sizes like M=4096,N=384, got 'tall'"),
+    "size": ("bench rms_norm --shapes M=8,Q=3", "a shape of rms_norm is M=...,N=... or one of ['4096x384', "),
+    "missing": ("bench rope --shapes B=8", "a shape of rope is B=...,S=...,Hq=...,Hk=...,D=..."),
+    "together": ("bench rope --shapes B=1,S=8,Hq=2,Hk=2,D=7", "rope cannot run B=1,S=8,Hq=2,Hk=2,D=7: cos must have shape"),
+    "layout": ("bench rms_norm --shapes M=8,N=8,layout=3", "layout must be one of"),
+    "dtype": ("bench rms_norm --dtype int8", "dtype must be one of ['float32', 'float16', 'bfloat16', 'float64'], got 'int8'"),
+    "mode": ("bench rms_norm --mode fast", "mode must be eager, graph or both, got 'fast'"),
+    "model": ("optimize gpt-9", "unknown model 'gpt-9'; there are "),
+    "model-size": ("optimize tiny-llama:huge", "has no size 'huge'; there are small, tiny, medium, large"),
+    "precision": ("optimize tiny-llama:tiny --precision fp8", "precision must be one of ('float32', 'tf32', 'bfloat16'), got 'fp8'"),
+}
+
+
+@pytest.mark.parametrize("command, reason", WRONG.values(), ids=WRONG)
+def test_a_wrong_argument_is_one_line_that_names_the_choices(command, reason, monkeypatch):
+    monkeypatch.setattr("whet.worker.Worker.start", lambda self: pytest.fail("a process was started"))
+    result = invoke(*shlex.split(command))
+    assert result.exit_code == 2 and result.stdout == ""
+    assert len(said(result)) == 1 and said(result)[0].startswith("whet: ") and reason in said(result)[0]
+
+
+@pytest.mark.parametrize("command", ["", "sharpen", "bench --shape M=1", "optimize", "machine --fast"])
+def test_unknown_commands_and_options_are_refused(command):
+    assert invoke(*shlex.split(command)).exit_code == 2
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_help_gives_units_defaults_and_an_example(command):
+    text = shown_help(command)
+    assert "Example: whet " + command in text
+    for option in COMMANDS[command].params:
+        if option.param_type_name == "option" and option.name != "help":
+            assert option.help, f"{option.name} has no help"
+            told = option.show_default and option.default not in (None, "", False)
+            assert told or "default" in option.help, f"{option.name}: the help tells no default"
+    for words in {"machine": ("GB/s", "TFLOP/s"), "bench": ("candidate, seconds.", "[default: 0.25]"), "optimize": ("plan, seconds.", "[default: 0.5]")}.get(command, ()):
+        assert words in text
+
+
+@pytest.mark.parametrize("command", ["bench", "optimize"])
+def test_records_that_cannot_be_written_cost_one_line(command, planted, tmp_path, monkeypatch):
+    monkeypatch.setattr(whet.cli, "tune", lambda *_, **__: None)
+    (tmp_path / "file").write_text("in the way")
+    args = {"bench": ["rms_norm"], "optimize": ["tiny-llama:tiny", "--lock", str(tmp_path / "file" / "lock")]}
+    result = invoke(command, *args[command], "--records", str(tmp_path / "file" / "records"))
+    assert result.exit_code == 0 and result.stdout and "record:" not in result.stdout
+    assert len(said(result)) == 1 and "cannot be written" in said(result)[0] and "--json" in said(result)[0]
+
+
+def interrupt(*_, **__):
+    raise KeyboardInterrupt
+
+
+def test_a_stopped_optimize_says_which_lock_kept_its_work(monkeypatch):
+    monkeypatch.setattr("whet.optimize.tune", interrupt)
+    monkeypatch.setattr("whet.optimize.record_calls", lambda *_: [])
+    result = invoke("optimize", "tiny-llama:tiny", "--lock", "my.lock")
+    assert result.exit_code == 130
+    assert said(result) == ["whet: stopped; what was tuned so far is kept in my.lock, and the next run goes on from there"]
+
+
+def test_a_stopped_bench_says_that_nothing_is_kept(monkeypatch):
+    monkeypatch.setattr(whet.cli, "tune", interrupt)
+    result = invoke("bench", "rms_norm", "--shapes", "M=8,N=32")
+    assert result.exit_code == 130
+    assert said(result) == ["whet: stopped; a bench keeps nothing until it is done"]
+
+
+def test_ctrl_c_ends_a_real_run_and_keeps_what_is_done(tmp_path):
+    child = subprocess.Popen(
+        [*WHET, "optimize", "tiny-llama:tiny"], cwd=tmp_path, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.default_int_handler),  # a background job is born deaf to it
+    )
+    deadline = time.monotonic() + 120
+    while not (tmp_path / "whet.lock").exists() and child.poll() is None and time.monotonic() < deadline:
+        time.sleep(0.05)
+    child.send_signal(signal.SIGINT)
+    _, errors = child.communicate(timeout=60)
+    assert child.returncode == 130, errors
+    assert errors.strip().splitlines() == ["whet: stopped; what was tuned so far is kept in whet.lock, and the next run goes on from there"]
+    assert any(e["candidates"] for e in Lock.read(tmp_path / "whet.lock").calls.values())

@@ -1,0 +1,228 @@
+"""The clock: candidates in turns, medians with their spread, ties, ceilings that are measured once, inputs left alone."""
+
+import json
+import math
+from dataclasses import asdict, replace
+
+import pytest
+import torch
+
+from whet import machine, measure
+from whet.measure import Ceilings, Stopwatch, Timing, ceilings, compare, fastest, stepper, tie
+from whet.op import DTYPES, Cost, discover
+
+FOUND = Ceilings(100.0, {"float32": 2.0, "bfloat16": 8.0})
+
+
+@pytest.fixture
+def on_cpu(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+
+
+class Clock:
+    """A clock that only moves when a run says so."""
+
+    def __init__(self, monkeypatch):
+        self.now = 0.0
+        monkeypatch.setattr(measure.time, "perf_counter", lambda: self.now)
+
+    def run(self, *ms: float):
+        """A run that takes the given times, one after another, the last ever after."""
+        left = list(ms)
+
+        def step():
+            self.now += (left.pop(0) if len(left) > 1 else left[0]) / 1e3
+
+        return step
+
+
+def test_candidates_run_in_turns():
+    order = []
+    runs = {name: lambda name=name: order.append(name) for name in "abc"}
+    timings = compare(runs, seconds=0.0, least=5, flush=False)
+    assert order[-15:] == list("abc") * 5
+    assert {name: t.samples for name, t in timings.items()} == dict.fromkeys("abc", 5)
+
+
+def test_warm_up_is_left_out_and_the_median_and_quartiles_are_told(on_cpu, monkeypatch):
+    clock = Clock(monkeypatch)
+    timings = compare({"a": clock.run(900.0, 700.0, 5.0, 1.0, 3.0, 2.0, 4.0), "b": clock.run(1.0)}, seconds=0.0, least=5)
+    assert [round(v, 9) for v in (timings["a"].ms, timings["a"].low, timings["a"].high)] == [3.0, 2.0, 4.0]
+    assert timings["b"].ms == timings["b"].low == timings["b"].high or math.isclose(timings["b"].low, timings["b"].high)
+    assert timings["a"].host_us is None and timings["a"].peak_mib is None, "neither is known on a CPU"
+
+
+def test_rounds_fill_the_time_given_within_bounds(on_cpu, monkeypatch):
+    clock = Clock(monkeypatch)
+    assert compare({"a": clock.run(10.0), "b": clock.run(30.0)}, seconds=0.4)["a"].samples == pytest.approx(20, abs=1)
+    assert compare({"a": clock.run(1e6)}, seconds=0.4, least=3)["a"].samples == 3
+    assert compare({"a": clock.run(1e-3)}, seconds=0.4)["a"].samples == 100
+
+
+def test_one_sample_has_no_quartiles_of_its_own(on_cpu, monkeypatch):
+    t = compare({"a": Clock(monkeypatch).run(7.0)}, seconds=0.0, least=1)["a"]
+    assert t.samples == 1 and t.low == t.ms == t.high and t.spread == pytest.approx(0.07)
+
+
+def test_what_a_run_raises_comes_through():
+    def broken():
+        raise RuntimeError("no such kernel")
+
+    with pytest.raises(RuntimeError, match="no such kernel"):
+        compare({"a": broken}, seconds=0.0)
+
+
+def test_modes_are_named_when_wrong(on_cpu):
+    with pytest.raises(ValueError, match=r"mode must be one of \('eager', 'graph'\), got 'fast'"):
+        compare({"a": lambda: None}, mode="fast")
+    with pytest.raises(ValueError, match="graph needs a GPU"):
+        compare({"a": lambda: None}, mode="graph")
+    assert compare({}) == {}
+
+
+def test_spread_is_the_notch_of_the_quartiles_and_never_under_one_percent():
+    assert Timing(1.0, 0.9, 1.1, 25).spread == pytest.approx(1.57 * 0.2 / 5)
+    assert Timing(1.0, 0.9, 1.1, 100).spread == pytest.approx(1.57 * 0.2 / 10)
+    assert Timing(2.0, 2.0, 2.0, 100).spread == pytest.approx(0.02)
+
+
+def test_a_difference_inside_either_spread_is_a_tie():
+    quiet, noisy = Timing(1.0, 1.0, 1.0, 100), Timing(1.05, 0.9, 1.2, 25)
+    assert noisy.spread > 0.05 > quiet.spread
+    assert tie(quiet, noisy) and tie(noisy, quiet)
+    assert not tie(quiet, Timing(1.05, 1.05, 1.05, 100))
+    assert tie(quiet, quiet)
+
+
+def test_the_simplest_that_is_not_beaten_is_chosen():
+    def at(ms):
+        return Timing(ms, ms, ms, 50)
+
+    order = ("eager", "torch", "triton")
+    assert fastest({"triton": at(1.0), "torch": at(1.005), "eager": at(2.0)}, order) == ("torch", True)
+    assert fastest({"triton": at(1.0), "torch": at(1.5), "eager": at(2.0)}, order) == ("triton", False)
+    assert fastest({"triton": at(1.0), "torch": at(1.005), "eager": at(1.006)}, order) == ("eager", True)
+    assert fastest({"torch": at(1.0), "triton": at(1.005)}, order) == ("torch", False)
+    assert fastest({"stranger": at(1.0), "torch": at(2.0)}, order) == ("stranger", False)
+
+
+def test_a_timing_comes_back_from_json_as_it_was():
+    t = Timing(0.123456, 0.1, 0.2, 30, 12.5, None)
+    assert Timing(**json.loads(json.dumps(t.as_dict()))) == t
+
+
+def test_floor_is_the_slower_of_memory_and_compute():
+    cost = Cost(bytes=10**8, flops=10**9, bwd_bytes=10**8, bwd_flops=9 * 10**9)
+    assert FOUND.floor_ms(cost, False, "float32") == pytest.approx(1.0)  # 1e8 bytes at 100 GB/s; 0.5 ms of flops
+    assert FOUND.floor_ms(cost, True, "float32") == pytest.approx(5.0)  # 1e10 flops at 2 TFLOP/s; 2 ms of bytes
+    assert FOUND.floor_ms(cost, True, "bfloat16") == pytest.approx(2.0)  # 1.25 ms of flops
+    assert FOUND.floor_ms(cost, True, "float64") == FOUND.floor_ms(cost, True, "float32"), "a rate not measured is float32's"
+    bounds = [FOUND.bound(cost, backward, dtype) for backward, dtype in ((False, "float32"), (True, "float32"), (True, "bfloat16"))]
+    assert bounds == ["memory", "compute", "memory"]
+    assert FOUND.floor_ms(Cost(0, 0), True, "float32") == 0.0
+
+
+@pytest.fixture
+def counted(monkeypatch, tmp_path):
+    """A cache of the test's own, and the list of the times that ceilings were measured."""
+    measured = []
+    monkeypatch.setenv("WHET_CACHE", str(tmp_path / "cache"))
+    monkeypatch.setattr(measure, "_measure_ceilings", lambda: measured.append(1) or FOUND)
+    return measured
+
+
+def test_ceilings_are_measured_once_and_again_only_when_asked(counted):
+    assert ceilings() == ceilings() == FOUND
+    assert len(counted) == 1
+    ceilings(again=True)
+    assert len(counted) == 2
+
+
+def test_ceilings_of_another_machine_are_not_used(counted, monkeypatch):
+    ceilings()
+    here = machine.this_machine()
+    for other in (replace(here, name="Another GPU"), replace(here, torch="9.9.9"), replace(here, triton="9.9.9")):
+        monkeypatch.setattr(machine, "this_machine", lambda other=other: other)
+        ceilings()
+    assert len(counted) == 4
+
+
+BROKEN = ["", "{", "[]", "null", '{"copy_gbs": 1.0}', '{"copy_gbs": "x", "tflops": {}}', '{"copy_gbs": 1.0, "tflops": {}}', '{"copy_gbs": 0, "tflops": {"float32": 1}}', "\x00\xff"]
+
+
+@pytest.mark.parametrize("text", BROKEN)
+def test_a_corrupt_cache_is_measured_over(text, counted, tmp_path):
+    ceilings()
+    (path,) = (tmp_path / "cache").iterdir()
+    path.write_bytes(text.encode("latin-1"))
+    assert ceilings() == FOUND and len(counted) == 2
+    assert json.loads(path.read_text()) == asdict(FOUND)
+    assert ceilings() == FOUND and len(counted) == 2
+
+
+def test_a_cache_that_cannot_be_written_costs_only_the_cache(counted, monkeypatch, tmp_path):
+    (tmp_path / "file").write_text("in the way")
+    monkeypatch.setenv("WHET_CACHE", str(tmp_path / "file" / "cache"))
+    assert ceilings() == ceilings() == FOUND
+    assert len(counted) == 2
+
+
+def test_sections_are_timed_apart_and_together(on_cpu, monkeypatch):
+    clock, watch = Clock(monkeypatch), Stopwatch("cpu")
+    for forward, backward in ((100.0, 200.0), (1.0, 2.0), (3.0, 4.0), (2.0, 6.0)):
+        with watch("step"):
+            with watch("forward"):
+                clock.run(forward)()
+            with watch("backward"):
+                clock.run(backward)()
+    assert watch.ms("forward", skip=1) == pytest.approx(2.0)
+    assert watch.ms("backward", skip=1) == pytest.approx(4.0)
+    assert watch.ms("step", skip=1) == pytest.approx(7.0)
+    assert watch.ms("forward") == pytest.approx(2.5)
+    assert watch.ms("forward", skip=9) == watch.ms("forward"), "with nothing left, everything counts"
+    assert watch.total("step") == pytest.approx(0.318)
+
+
+def made(dtype: str = "float32") -> tuple:
+    op = discover()["rms_norm"]
+    device = machine.this_machine().device
+    args = op.inputs(dtype=DTYPES[dtype], device=device, M=6, N=16)
+    return op, args
+
+
+def test_a_step_leaves_its_inputs_alone():
+    op, args = made()
+    args["x"].requires_grad_()
+    args["x"].grad = torch.full_like(args["x"], 7.0)
+    before = {k: args[k].detach().clone() for k in ("x", "w")}
+    step = stepper(op, op.reference, args, grad=True)
+    step()
+    step()
+    assert torch.equal(args["x"].grad, torch.full_like(args["x"], 7.0)) and args["w"].grad is None
+    assert args["x"].requires_grad and not args["w"].requires_grad
+    assert all(torch.equal(args[k], before[k]) for k in before)
+
+
+def test_a_step_is_forward_and_backward_or_forward_alone():
+    op, args = made()
+    dx, dw = stepper(op, op.reference, args, grad=True)()
+    assert dx.shape == args["x"].shape and dw.shape == args["w"].shape and dx.any() and dw.any()
+    out = stepper(op, op.reference, args, grad=False)()
+    assert not out.requires_grad and torch.equal(out, op.reference(**args))
+
+
+def test_a_step_drives_every_output_that_has_a_gradient():
+    op = discover()["add_rms_norm"]
+    args = op.inputs(dtype=torch.float32, device=machine.this_machine().device, M=6, N=16)
+    used = []
+
+    def run(**leaves):
+        outs = op.reference(**leaves)
+        for i, o in enumerate(outs):
+            o.register_hook(lambda g, i=i: used.append(i))
+        return outs
+
+    step = stepper(op, run, args, grad=True)
+    used.clear()
+    step()
+    assert sorted(used) == [0, 1]

@@ -1,0 +1,265 @@
+"""optimize(): every plan verified whole and timed, the reason kept for each that lost, the result found again in the lock."""
+
+import contextlib
+import copy
+import json
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+
+import whet.optimize
+from whet import models
+from whet.lock import Lock
+from whet.models.tiny_llama import MODEL, SIZES, Config
+from whet.op import Impl, discover
+from whet.optimize import BEFORE, PRECISIONS, Plan, Runner, conclude, optimize, plans, precision_set, record_calls
+from whet.verify import Verdict
+
+SMALL = Config(hidden=32, layers=1, seq_len=8, batch=2, heads=2, kv_heads=1, vocab=31)
+TARGET = "tiny-llama:test"
+OPS = {"rms_norm", "add_rms_norm", "rope", "swiglu", "linear_cross_entropy"}
+
+
+@contextlib.contextmanager
+def few_candidates(patch: pytest.MonkeyPatch):
+    """The tiny model, and no torch.compile of single ops: whole plans are compiled anyway."""
+    patch.setitem(SIZES, "test", SMALL)
+    for op in discover().values():
+        for name in ("compile", "liger"):
+            patch.delitem(op.impls, name, raising=False)
+    yield
+
+
+@pytest.fixture(scope="module")
+def first(tmp_path_factory):
+    """One full run: its result, its lock, and the progress it showed."""
+    path, shown = tmp_path_factory.mktemp("optimize") / "whet.lock", []
+    with pytest.MonkeyPatch.context() as patch, few_candidates(patch):
+        result = optimize(TARGET, Lock.read(path), seconds=0.02, progress=lambda *step: shown.append(step))
+    return result, path, shown
+
+
+@pytest.fixture
+def small(monkeypatch):
+    """The tiny model with its plans that need no compilation."""
+    monkeypatch.setitem(SIZES, "test", SMALL)
+    monkeypatch.setattr(whet.optimize, "plans", lambda model: [p for p in plans(model) if not p.compiled])
+
+
+@pytest.fixture
+def tuned(first):
+    """A lock of its own that knows every call, and no plan."""
+    data = copy.deepcopy(json.loads(first[1].read_text()))
+    for part in data["machines"].values():
+        part["plans"] = {}
+    return Lock(data=data)
+
+
+class Reached(Exception):
+    pass
+
+
+def stop(*_, **__):
+    raise Reached
+
+
+def named(result: dict) -> dict[str, dict]:
+    return {p["name"]: p for p in result["plans"]}
+
+
+def test_every_plan_is_in_the_result_timed_or_with_its_reason(first):
+    found = named(first[0])
+    assert {BEFORE, *(p.name for p in plans(MODEL))} <= set(found)
+    for plan in found.values():
+        assert plan["ok"] or plan["why"], plan
+        if plan["ok"]:
+            assert plan["low"] <= plan["ms"] <= plan["high"] and plan["samples"] >= 3
+            assert plan["samples_per_s"] == pytest.approx(SMALL.batch / plan["ms"] * 1e3, rel=0.01)
+        if plan["ok"] and plan["name"] != BEFORE:
+            assert 0 <= plan["share"] <= 1 and plan["speedup"] == pytest.approx(plan["before_ms"] / plan["ms"], rel=0.01)
+    assert all(found[p.name]["ok"] for p in plans(MODEL)), {n: p["why"] for n, p in found.items()}
+
+
+def test_the_chosen_plan_is_verified_and_no_other_is_clearly_faster(first):
+    result = first[0]
+    chosen = named(result)[result["chosen"]]
+    assert chosen["ok"] and result["speedup"] == chosen["speedup"]
+    best = min((p for p in result["plans"] if p["ok"]), key=lambda p: p["ms"])
+    assert result["chosen"] == best["name"] or result["tied"]
+
+
+def test_every_call_of_the_model_has_an_entry_with_a_choice_and_reasons(first):
+    entries = first[0]["entries"]
+    assert {e["call"]["op"] for e in entries} == OPS
+    for e in entries:
+        assert e["chosen"] in e["candidates"] and e["candidates"][e["chosen"]]["ok"] and e["why"] and e["count"] >= 1
+        assert set(e["candidates"]) >= {"eager", "triton"}
+        for c in e["candidates"].values():
+            assert c["why"] or c["ok"]
+    counts = {e["call"]["op"]: e["count"] for e in entries}
+    assert counts["rms_norm"] == 1 and counts["add_rms_norm"] == 2, "one layer: the first norm alone, two with the add inside"
+
+
+def test_the_result_is_plain_json(first):
+    assert json.loads(json.dumps(first[0], allow_nan=False)) == first[0]
+
+
+def test_progress_never_runs_past_its_total(first):
+    assert first[2] and all(0 <= done <= total for _, done, total in first[2])
+    assert any("plan" in text for text, _, _ in first[2])
+
+
+def test_the_lock_holds_calls_and_plans(first):
+    lock = Lock.read(first[1])
+    assert f"{TARGET} float32" in lock.plans and len(lock.calls) == len(first[0]["entries"])
+    assert "entries" not in lock.plans[f"{TARGET} float32"], "the calls are in the lock once"
+
+
+def test_a_second_run_comes_from_the_lock_and_runs_nothing(first, small, monkeypatch):
+    monkeypatch.setattr("whet.worker.Worker.start", lambda self: pytest.fail("a process was started"))
+    monkeypatch.setattr(whet.optimize, "Trial", lambda *_: pytest.fail("plans were tried"))
+    before = first[1].read_text()
+    again = optimize(TARGET, Lock.read(first[1]))
+    assert again["from_lock"] and not first[0]["from_lock"]
+    assert {**again, "from_lock": False} == first[0]
+    assert first[1].read_text() == before
+
+
+@pytest.mark.parametrize("how", ["again", "config", "precision"])
+def test_plans_are_measured_anew_when_asked_or_when_they_do_not_apply(how, first, small, monkeypatch):
+    monkeypatch.setattr(whet.optimize, "Trial", stop)
+    monkeypatch.setattr(whet.optimize, "tune", lambda *_, **__: {})
+    if how == "config":
+        monkeypatch.setitem(SIZES, "test", replace(SMALL, seed=7))
+    with pytest.raises(Reached):
+        optimize(TARGET, Lock.read(first[1]), precision="tf32" if how == "precision" else "float32", again=how == "again")
+
+
+def test_a_plan_that_raises_loses_its_candidacy_with_the_reason(small, tuned, monkeypatch):
+    class Failing(Runner):
+        def __init__(self, model, config, plan, *rest):
+            if plan.choices == "tuned":
+                raise RuntimeError("CUDA error: an illegal memory access\nand a long trace")
+            super().__init__(model, config, plan, *rest)
+
+    monkeypatch.setattr(whet.optimize, "Runner", Failing)
+    result = optimize(TARGET, tuned, seconds=0.02)
+    lost = named(result)["eager + choices"]
+    assert not lost["ok"] and "ms" not in lost
+    assert lost["why"] == "RuntimeError: CUDA error: an illegal memory access"
+    assert named(result)["eager"]["ok"] and result["chosen"] != "eager + choices"
+
+
+def wrong(value):
+    def run(x, w, eps=1e-6):
+        return discover()["rms_norm"].reference(x, w, eps) * value
+
+    return run
+
+
+def cut(x, w, eps=1e-6):
+    """Right values, no gradient for w."""
+    return discover()["rms_norm"].reference(x, w.detach(), eps)
+
+
+@pytest.mark.parametrize(
+    "run, reason", [(wrong(1.01), "exceeds"), (wrong(float("nan")), "non-finite"), (cut, "the graph is cut")], ids=["scaled", "nan", "cut"]
+)
+def test_a_wrong_kernel_is_caught_by_the_whole_model(run, reason, small, tuned, monkeypatch):
+    """Whatever the lock says of a kernel, a plan that uses it must still pass."""
+    monkeypatch.setitem(discover()["rms_norm"].impls, "compile", Impl(run))
+    for e in tuned.calls.values():
+        if e["call"]["op"] == "rms_norm":
+            e["chosen"] = "compile"
+    result = optimize(TARGET, tuned, seconds=0.02)
+    lost = named(result)["eager + choices"]
+    assert not lost["ok"] and reason in lost["why"] and "ms" not in lost
+    assert named(result)["eager"]["ok"] and result["chosen"] != "eager + choices"
+
+
+def test_with_no_plan_left_the_model_stays_as_it_was(small, tuned, monkeypatch):
+    monkeypatch.setattr(whet.optimize, "judge", lambda a, e, o: Verdict(False, why="planted"))
+    result = optimize(TARGET, tuned, seconds=0.02)
+    assert result["chosen"] == BEFORE and result["speedup"] == 1.0
+    assert all(p["why"] == "planted" for p in result["plans"] if p["name"] != BEFORE)
+
+
+def test_a_lock_that_cannot_be_written_costs_one_line(small, tuned, tmp_path, capsys):
+    (tmp_path / "file").write_text("in the way")
+    tuned.path = Path(tmp_path / "file" / "whet.lock")
+    result = optimize(TARGET, tuned, seconds=0.02)
+    assert named(result)["eager"]["ok"]
+    said = capsys.readouterr().err.strip().splitlines()
+    assert len(said) == 1 and "cannot be written" in said[0]
+
+
+@pytest.mark.parametrize("name, value", [("blocks.0.norm1", float("nan")), ("embed.weight", float("inf"))])
+def test_broken_weights_are_named_before_anything_is_tuned(name, value, small, monkeypatch):
+    def build(*args):
+        module = MODEL.build(*args)
+        with torch.no_grad():
+            dict(module.named_parameters())[name].view(-1)[3] = value
+        return module
+
+    monkeypatch.setattr(models, "discover", lambda: {"tiny-llama": replace(MODEL, build=build)})
+    monkeypatch.setattr(whet.optimize, "tune", stop)
+    with pytest.raises(ValueError, match=f"tiny-llama: parameter {name} has NaN or infinite values"):
+        optimize(TARGET, Lock())
+
+
+def test_wrong_arguments_are_answered_with_the_choices():
+    with pytest.raises(ValueError, match=r"precision must be one of \('float32', 'tf32', 'bfloat16'\), got 'fp8'"):
+        optimize(TARGET, Lock(), precision="fp8")
+    with pytest.raises(ValueError, match="unknown model 'gpt-9'; there are .*tiny-llama"):
+        optimize("gpt-9", Lock())
+    with pytest.raises(ValueError, match="has no size 'huge'; there are small, "):
+        optimize("tiny-llama:huge", Lock())
+
+
+def test_calls_are_recorded_at_the_precision_asked_for(device):
+    def dtypes(precision):
+        with precision_set(precision, device):
+            calls = record_calls(MODEL, SMALL, device)
+        assert {call.op for call, _ in calls} == OPS and all(call.grad for call, _ in calls)
+        return {call.op: call.dtype for call, _ in calls}
+
+    assert dtypes("float32") == dtypes("tf32") == dict.fromkeys(OPS, "float32")
+    low = dtypes("bfloat16")
+    assert low["rope"] == low["swiglu"] == "bfloat16"
+
+
+@pytest.mark.parametrize("precision", PRECISIONS)
+def test_precision_ends_with_its_block(precision, device):
+    before = torch.get_float32_matmul_precision()
+    with contextlib.suppress(Reached), precision_set(precision, device):
+        assert torch.is_autocast_enabled(device) == (precision == "bfloat16")
+        assert torch.get_float32_matmul_precision() == ("high" if precision == "tf32" else "highest")
+        raise Reached
+    assert torch.get_float32_matmul_precision() == before and not torch.is_autocast_enabled(device)
+
+
+def test_bfloat16_is_tuned_verified_and_timed(small, tuned, monkeypatch):
+    with few_candidates(monkeypatch):
+        result = optimize(TARGET, tuned, precision="bfloat16", seconds=0.02)
+    assert result["target"].endswith("bfloat16")
+    assert all(p["ok"] for p in result["plans"]), {p["name"]: p["why"] for p in result["plans"]}
+    assert "bfloat16" in {e["call"]["dtype"] for e in result["entries"]}
+
+
+def timed(name: str, ms: float, ok: bool = True) -> dict:
+    return {"name": name, "ok": ok, "why": "", "ms": ms, "low": ms, "high": ms, "samples": 50, "speedup": 10 / ms}
+
+
+def test_within_the_spread_the_simpler_plan_is_kept():
+    results = [timed(BEFORE, 10.0), timed("eager", 5.0), timed("eager + choices", 4.98), timed("torch.compile", 1.0, ok=False)]
+    done = conclude("x", None, results, [])
+    assert done["chosen"] == "eager" and done["tied"] and done["speedup"] == 2.0
+    done = conclude("x", None, [*results, timed("torch.compile + choices", 2.0)], [])
+    assert done["chosen"] == "torch.compile + choices" and not done["tied"] and done["speedup"] == 5.0
+
+
+def test_a_plan_takes_the_timings_of_the_mode_it_runs_in():
+    assert Plan("p", "v3", "tuned").mode == "eager"
+    assert Plan("p", "v3", "tuned", compiled=True).mode == Plan("p", "v3", "tuned", graph=True).mode == "graph"
