@@ -19,6 +19,15 @@ ONE_HEAD_EACH = replace(SMALL, kv_heads=4)  # no grouping
 variants = pytest.mark.parametrize("variant", VARIANTS)
 
 
+@pytest.fixture(autouse=True)
+def one_thread():
+    """A model this small gains nothing from threads, and on a busy machine waits for them at every op."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
 def weights(c: Config) -> dict[str, torch.Tensor]:
     """Of the plain variant; norms away from 1, where a wrong gradient through the weight cannot hide."""
     named = {n: p.detach().clone() for n, p in TinyLlama(c, "v1").named_parameters()}
@@ -93,7 +102,7 @@ def test_labels_are_the_tokens_shifted_exactly_once():
     data = batch(SMALL, "cpu")
     assert data["tokens"].shape == data["labels"].shape == (SMALL.batch, SMALL.seq_len)
     assert torch.equal(data["labels"][:, :-1], data["tokens"][:, 1:])
-    assert 0 <= data["tokens"].min() and data["labels"].max() < SMALL.vocab
+    assert data["tokens"].min() >= 0 and data["labels"].max() < SMALL.vocab
     assert torch.equal(data["tokens"], batch(SMALL, "cpu")["tokens"]), "the same step must give the same batch"
     assert not torch.equal(data["tokens"], batch(SMALL, "cpu", step=1)["tokens"])
 
@@ -129,7 +138,10 @@ def test_the_made_up_language_is_learned(variant, device):
 
 @pytest.mark.parametrize(
     "method, cut, name",
-    [("attend", lambda y, *rest: (y.detach(), *rest), "blocks.0.norm1"), ("mlp", lambda y, *rest: (y * 0, *rest), "blocks.0.norm2")],
+    [
+        ("attend", lambda y, *rest: (y.detach(), *rest), "blocks.0.norm1"),
+        ("mlp", lambda y, *rest: (y * 0, *rest), "blocks.0.norm2"),
+    ],
     ids=["detached", "zero"],
 )
 def test_training_stops_with_the_name_of_a_parameter_without_gradient(method, cut, name, monkeypatch, device):
@@ -178,7 +190,9 @@ def test_the_script_prints_every_summary_line():
     assert said["Peak memory usage"] == "not measured on a CPU" or said["Peak memory usage"].endswith(" MB")
 
 
-@pytest.mark.parametrize("option, said", [("--num-steps=0", "steps must be at least 1"), ("--num-heads=5", "5 heads"), ("--variant=v9", "v1")])
+@pytest.mark.parametrize(
+    "option, said", [("--num-steps=0", "steps must be at least 1"), ("--num-heads=5", "5 heads"), ("--variant=v9", "v1")]
+)
 def test_the_script_says_in_one_line_what_is_wrong(option, said, monkeypatch, capsys):
     monkeypatch.setattr(sys, "argv", ["tiny_llama", option])
     with pytest.raises(SystemExit) as stopped:

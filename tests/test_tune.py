@@ -28,8 +28,8 @@ def entry(lock: Lock) -> dict:
 @pytest.mark.parametrize(
     "how, reason",
     [
-        ("crash", "the process died"), ("hang", "took longer than"), ("fail", "kernel does not compile"), ("out_of_memory", "out of memory"),
-        ("wrong", "exceeds"), ("second_time", "the process died"),
+        ("crash", "the process died"), ("hang", "took longer than"), ("fail", "kernel does not compile"),
+        ("out_of_memory", "out of memory"), ("wrong", "exceeds"), ("second_time", "the process died"),
     ],
 )
 def test_a_candidate_that_misbehaves_costs_its_candidacy_with_the_reason(how, reason, monkeypatch):
@@ -58,7 +58,8 @@ def test_a_killed_run_keeps_what_is_done_and_the_next_goes_on(tmp_path):
 from whet.lock import Lock
 from whet.op import Call
 from whet.tune import tune
-tune([(Call(**{dict(op=CALL.op, case=CALL.case, dtype=CALL.dtype, grad=True)!r}), 1)], Lock.read({str(path)!r}), modes=("eager",), preload={PLANTED!r})
+call = Call(**{dict(op=CALL.op, case=CALL.case, dtype=CALL.dtype, grad=True)!r})
+tune([(call, 1)], Lock.read({str(path)!r}), modes=("eager",), preload={PLANTED!r})
 """
     child = subprocess.Popen([sys.executable, "-c", code], env=os.environ | {"WHET_PLANT": "hang"}, stderr=subprocess.DEVNULL)
     deadline = time.monotonic() + 60
@@ -73,7 +74,10 @@ tune([(Call(**{dict(op=CALL.op, case=CALL.case, dtype=CALL.dtype, grad=True)!r})
     assert entry(Lock.read(path))["chosen"] in SIMPLICITY
 
 
-@pytest.mark.parametrize("text", ["", "{", "[]", '{"format": 99, "machines": {}}', '{"format": 1, "machines": {"a": {}}}', "\x00\x01"])
+FOREIGN = ('{"format": 99, "machines": {}}', '{"format": 1, "machines": {"a": {}}}')
+
+
+@pytest.mark.parametrize("text", ["", "{", "[]", *FOREIGN, "\x00\x01"])
 def test_a_lock_that_cannot_be_used_is_set_aside_with_one_line(text, tmp_path, capsys):
     path = tmp_path / "whet.lock"
     path.write_text(text)

@@ -19,7 +19,10 @@ from whet.lock import Lock
 from whet.op import DTYPES, Call, discover
 from whet.tune import modes_here, tune
 
-MANUAL = {"cuda": ((16, 256, 384), (32, 512, 768), (8, 2048, 2048)), "cpu": ((2, 64, 384), (4, 128, 768))}  # batch, length, width
+MANUAL = {  # batch, length, width
+    "cuda": ((16, 256, 384), (32, 512, 768), (8, 2048, 2048)),
+    "cpu": ((2, 64, 384), (4, 128, 768)),
+}
 RULES = {"use_triton_rmsnorm": "RMSNorm", "use_triton_rotary": "Rotary"}
 
 
@@ -65,13 +68,18 @@ def _benchmark(what: str, call: Call, mode: str | None, lock: Lock | None) -> di
     else:
         reason = entry["why"]
     return {
-        "op": what, "mode": mode, "pytorch_ms": pytorch, "triton_ms": triton, "speedup": pytorch / triton if pytorch and triton else None,
-        "use_triton": entry["chosen"] == "triton", "chosen": entry["chosen"], "verified": candidates["triton"]["ok"], "reason": reason,
+        "op": what, "mode": mode, "pytorch_ms": pytorch, "triton_ms": triton,
+        "speedup": pytorch / triton if pytorch and triton else None,
+        "use_triton": entry["chosen"] == "triton", "chosen": entry["chosen"],
+        "verified": candidates["triton"]["ok"], "reason": reason,
         "candidates": {n: {"ms": c.get("ms"), "ok": c["ok"], "why": c["why"]} for n, c in candidates.items()},
     }
 
 
-def benchmark_rms_norm(batch_size: int = 16, seq_len: int = 256, d_model: int = 384, dtype: str = "bfloat16", mode: str | None = None, lock: Lock | None = None) -> dict:
+def benchmark_rms_norm(
+    batch_size: int = 16, seq_len: int = 256, d_model: int = 384,
+    dtype: str = "bfloat16", mode: str | None = None, lock: Lock | None = None,
+) -> dict:
     """Verify and time RMSNorm, forward and backward, at (batch_size * seq_len, d_model).
 
     Returns pytorch_ms, triton_ms, speedup (None where Triton was not timed), use_triton, chosen, verified, reason, candidates.
@@ -80,7 +88,10 @@ def benchmark_rms_norm(batch_size: int = 16, seq_len: int = 256, d_model: int = 
     return _benchmark("RMSNorm", Call("rms_norm", dict(M=batch_size * seq_len, N=d_model), dtype, True), mode, lock)
 
 
-def benchmark_rotary(batch_size: int = 16, seq_len: int = 256, n_heads: int = 8, d_head: int = 48, dtype: str = "bfloat16", mode: str | None = None, lock: Lock | None = None) -> dict:
+def benchmark_rotary(
+    batch_size: int = 16, seq_len: int = 256, n_heads: int = 8, d_head: int = 48,
+    dtype: str = "bfloat16", mode: str | None = None, lock: Lock | None = None,
+) -> dict:
     """Verify and time rotary embeddings of q and k, forward and backward. Returns what benchmark_rms_norm returns."""
     _sizes(batch_size=batch_size, seq_len=seq_len, n_heads=n_heads, d_head=d_head)
     if d_head % 2:
@@ -155,8 +166,8 @@ def manual_kernel_benchmark() -> dict[str, dict]:
     print(f"Kernel benchmark on {where.name}, torch {torch.__version__}, triton {where.triton}")
     results = {}
     for batch, seq, width in MANUAL[where.device]:
-        results[f"rms_norm {batch}x{seq}x{width}"] = benchmark_rms_norm(batch_size=batch, seq_len=seq, d_model=width)
-        results[f"rotary {batch}x{seq}x8x{width // 8}"] = benchmark_rotary(batch_size=batch, seq_len=seq, n_heads=8, d_head=width // 8)
+        results[f"rms_norm {batch}x{seq}x{width}"] = benchmark_rms_norm(batch, seq, width)
+        results[f"rotary {batch}x{seq}x8x{width // 8}"] = benchmark_rotary(batch, seq, 8, width // 8)
     for size, result in results.items():
         print(size)
         _say(result)

@@ -20,11 +20,18 @@ from whet.optimize import PRECISIONS, optimize
 from whet.report import record, tables
 from whet.tune import modes_here, reduced_note, tune
 
-app = typer.Typer(no_args_is_help=True, add_completion=False, help="Sharpens PyTorch transformers: kernels proven right, measured faster, with the proof shown.")
+MEANING = "Sharpens PyTorch transformers: kernels proven right, measured faster, with the proof shown."
+app = typer.Typer(no_args_is_help=True, add_completion=False, help=MEANING)
 # Nothing printed is markup: a reason such as "rope[triton]: ..." or a path must come out as it is.
 console = Console(width=None if sys.stdout.isatty() else 160, highlight=False, markup=False, emoji=False)
 
 Json = Annotated[bool, typer.Option("--json", help="Print JSON instead of tables (default off).")]
+Again = Annotated[bool, typer.Option(help="Measure the ceilings anew (default: from the cache).")]
+Shapes = Annotated[
+    list[str] | None,
+    typer.Option("--shapes", help="A shape's name or sizes, M=4096,N=384; may be given again (default: the op's own)."),
+]
+Mode = Annotated[str, typer.Option(help="eager (host overhead included), graph (GPU work alone) or both; a CPU: eager only.")]
 Records = Annotated[str, typer.Option("--records", metavar="DIR", help="Folder the record is written to.")]
 
 
@@ -70,7 +77,7 @@ def plain_errors(kept: str) -> Iterator[None]:
 
 
 @app.command("machine")
-def machine_command(as_json: Json = False, again: Annotated[bool, typer.Option(help="Measure the ceilings anew (default: from the cache).")] = False):
+def machine_command(as_json: Json = False, again: Again = False):
     """GPU, compute capability, versions, measured ceilings (GB/s, TFLOP/s), and what Triton can do here.
 
     Example: whet machine
@@ -103,13 +110,20 @@ def ops_command(as_json: Json = False):
     typer.echo(json.dumps(listed, indent=1))
 
 
+def sizes_of(op: Op) -> str:
+    """'M=...,N=...': the sizes that a shape of this op must have."""
+    given = inspect.signature(op.inputs).parameters.items()
+    needed = [k for k, p in given if p.kind is not p.VAR_KEYWORD and p.default is p.empty]
+    return ",".join(f"{k}=..." for k in needed if k not in ("dtype", "device"))
+
+
 def parse_shape(op: Op, text: str) -> dict:
     """'M=4096,N=384', or the name of one of the op's shapes."""
     if text in op.shapes:
         return op.shapes[text]
     pairs = [part.partition("=") for part in text.split(",")]
     if not all(sign and value.isdigit() for _, sign, value in pairs):
-        raise ValueError(f"bench: a shape of {op.name} must be one of {list(op.shapes)} or sizes like M=4096,N=384, got {text!r}")
+        raise ValueError(f"bench: a shape of {op.name} is {sizes_of(op)} or one of {list(op.shapes)}, got {text}")
     return {k.strip(): int(v) for k, _, v in pairs}
 
 
@@ -119,9 +133,7 @@ def check_case(op: Op, case: dict, dtype: str) -> None:
     try:
         reason = op.check(**op.inputs(dtype=DTYPES[dtype], device="meta", **case))
     except TypeError:
-        needed = [k for k, p in inspect.signature(op.inputs).parameters.items() if p.kind is not p.VAR_KEYWORD and p.default is p.empty]
-        sizes = ",".join(f"{k}=..." for k in needed if k not in ("dtype", "device"))
-        raise ValueError(f"bench: a shape of {op.name} is {sizes} or one of {list(op.shapes)}, got {given}") from None
+        raise ValueError(f"bench: a shape of {op.name} is {sizes_of(op)} or one of {list(op.shapes)}, got {given}") from None
     if reason:
         raise ValueError(f"bench: {op.name} cannot run {given}: {reason}")
 
@@ -144,8 +156,8 @@ def bench_calls(names: list[str], shapes: list[str], dtype: str, grad: bool) -> 
 @app.command()
 def bench(
     ops: Annotated[list[str] | None, typer.Argument(metavar="[OP...]", help="Ops to time (default all).")] = None,
-    shapes: Annotated[list[str] | None, typer.Option("--shapes", help="A shape's name or sizes, M=4096,N=384; may be given again (default: the op's own).")] = None,
-    mode: Annotated[str, typer.Option(help="eager (host overhead included), graph (GPU work alone) or both; a CPU has eager only.")] = "both",
+    shapes: Shapes = None,
+    mode: Mode = "both",
     dtype: Annotated[str, typer.Option(help=", ".join(DTYPES) + ".")] = "bfloat16",
     forward_only: Annotated[bool, typer.Option(help="Leave the backward out (default: forward + backward).")] = False,
     seconds: Annotated[float, typer.Option(help="Measuring time per candidate, seconds.")] = 0.25,
@@ -167,8 +179,8 @@ def bench(
         with progress_bar(not as_json) as progress:
             tune(bench_calls(ops or [], shapes or [], dtype, not forward_only), lock, modes, progress, seconds, bucket=False)
         entries = list(lock.calls.values())
-        options = [*(ops or []), *(f"--shapes {s}" for s in shapes or []), f"--mode {mode} --dtype {dtype} --seconds {seconds:g}"]
-        command = " ".join(["whet bench", *options, *(["--forward-only"] if forward_only else [])])
+        words = ["whet bench", *(ops or []), *(f"--shapes {s}" for s in shapes or []), f"--mode {mode} --dtype {dtype}"]
+        command = " ".join([*words, f"--seconds {seconds:g}", *(["--forward-only"] if forward_only else [])])
         also = {"ceilings": asdict(measure.ceilings()), "dispatch_us": measure.dispatch_us(), "note": reduced_note()}
         made = record.make(command, {"entries": entries} | also)
 
@@ -201,7 +213,8 @@ def optimize_command(
         def show():
             show_calls(result["entries"])
             console.print(tables.plans_table(result))
-            console.print(f"{result['chosen']}: {result['speedup']:.2f}x the plain eager model, every gradient verified. {result['note']}")
+            speedup = f"{result['speedup']:.2f}x the plain eager model"
+            console.print(f"{result['chosen']}: {speedup}, every gradient verified. {result['note']}")
             console.print(f"lock: {lock}")
 
         emit(made, as_json, records, f"optimize {target} {precision}", show)

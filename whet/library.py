@@ -60,7 +60,7 @@ class Fused:
             raise RuntimeError(message)
 
         torch.library.register_autograd(f"whet::{self.name}", once, setup_context=setup, lib=LIB)
-        torch.library.register_autograd(f"whet::{self.name}_bwd", never, setup_context=lambda ctx, inputs, output: None, lib=LIB)
+        torch.library.register_autograd(f"whet::{self.name}_bwd", never, setup_context=lambda *_, **__: None, lib=LIB)
         object.__setattr__(self, "function", _function(self, message))
 
     def _spread(self, grads):
@@ -68,7 +68,8 @@ class Fused:
         return tuple(None if i is None else grads[i] for i in self.grads_to)
 
     def __call__(self, *args):
-        if torch.compiler.is_compiling() or torch._C._len_torch_dispatch_stack() or torch._C._functorch.peek_interpreter_stack():
+        watched = torch._C._len_torch_dispatch_stack() or torch._C._functorch.peek_interpreter_stack()
+        if watched or torch.compiler.is_compiling():
             out = self.op(*args)
             return out[: self.n_out] if self.n_out > 1 else out[0] if isinstance(out, (tuple, list)) else out
         x = args[0]

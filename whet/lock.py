@@ -65,10 +65,19 @@ class Lock:
     def plans(self) -> dict:
         return self.mine["plans"]
 
-    def table(self, mode: str = "eager") -> dict[str, str]:
-        """{call key: chosen impl} for Choices; only calls whose tuning was finished."""
-        end = f" @ {mode}"
-        return {k.removesuffix(end): e["chosen"] for k, e in self.calls.items() if k.endswith(end) and e.get("chosen")}
+    def table(self, mode: str = "eager", without: tuple[str, ...] = ()) -> dict[str, str]:
+        """{call key: chosen impl} for Choices; only calls whose tuning was finished.
+
+        without: impls not to use; a call that chose one gets the fastest of its other verified candidates.
+        """
+        end, found = f" @ {mode}", {}
+        for key, entry in self.calls.items():
+            if key.endswith(end) and (chosen := entry.get("chosen")):
+                if chosen in without:
+                    able = {n: c["ms"] for n, c in entry["candidates"].items() if c["ok"] and "ms" in c and n not in without}
+                    chosen = min(able, key=lambda n: able[n])
+                found[key.removesuffix(end)] = chosen
+        return found
 
     def save(self) -> None:
         """Whole or not at all. A directory that cannot be written costs the file, not the run."""

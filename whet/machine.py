@@ -8,6 +8,7 @@ import platform
 import subprocess
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -59,7 +60,7 @@ def triton_mode() -> str:
 
 @functools.cache
 def this_machine() -> Machine:
-    common = dict(
+    common: dict[str, Any] = dict(
         torch=torch.__version__, triton=version("triton"), whet=whet_version(),
         python=platform.python_version(), triton_mode=triton_mode(),
     )

@@ -58,7 +58,9 @@ def fastest(timings: dict[str, Timing], order: tuple[str, ...]) -> tuple[str, bo
     return best, False
 
 
-def compare(runs: dict[str, Callable], mode: str = "eager", seconds: float = 0.4, flush: bool = True, least: int = 5) -> dict[str, Timing]:
+def compare(
+    runs: dict[str, Callable], mode: str = "eager", seconds: float = 0.4, flush: bool = True, least: int = 5
+) -> dict[str, Timing]:
     """Time the candidates in turns: every round runs each once, so drift touches all alike.
 
     seconds: time to spend per candidate; least: rounds to run however slow they are.
@@ -201,13 +203,16 @@ class Ceilings:
 
     def floor_ms(self, cost: Cost, backward: bool, dtype: str) -> float:
         """The time below which no impl can go."""
-        moved, flops = cost.of(backward)
-        rate = self.tflops.get(dtype, self.tflops["float32"])
-        return max(moved / (self.copy_gbs * 1e9), flops / (rate * 1e12)) * 1e3
+        return max(self._parts(cost, backward, dtype)) * 1e3
 
     def bound(self, cost: Cost, backward: bool, dtype: str) -> str:
+        memory, compute = self._parts(cost, backward, dtype)
+        return "memory" if memory >= compute else "compute"
+
+    def _parts(self, cost: Cost, backward: bool, dtype: str) -> tuple[float, float]:
+        """Seconds to move the bytes, seconds to do the flops; a dtype whose rate was not measured goes at float32's."""
         moved, flops = cost.of(backward)
-        return "memory" if moved / (self.copy_gbs * 1e9) >= flops / (self.tflops.get(dtype, self.tflops["float32"]) * 1e12) else "compute"
+        return moved / (self.copy_gbs * 1e9), flops / (self.tflops.get(dtype, self.tflops["float32"]) * 1e12)
 
 
 def ceilings(again: bool = False) -> Ceilings:
@@ -230,7 +235,7 @@ def _measure_ceilings() -> Ceilings:
     device = "cuda" if gpu else "cpu"
     source = torch.randn(2**29 if gpu else 2**24, device=device)
     target = torch.empty_like(source)
-    copy = compare({"copy": lambda: target.copy_(source)}, flush=False, seconds=0.3)["copy"]
+    copy = compare({"copy": functools.partial(target.copy_, source)}, flush=False, seconds=0.3)["copy"]
     copy_gbs = 2 * source.numel() * 4 / copy.ms / 1e6
     del source, target
     side = 8192 if gpu else 768

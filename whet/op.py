@@ -43,6 +43,7 @@ class Impl:
     refuses: Callable[..., str | None] = accepts  # None, or the one sentence that says why these inputs cannot run
     needs: str = "torch"  # "torch", "triton", or the name of a package
     capability: tuple[int, int] | None = None  # lowest CUDA compute capability
+    no_graph: str = ""  # why it cannot be captured as a CUDA graph; empty: it can
     spills: str = ""  # why a kernel of this impl may spill registers on sm_90; empty: it may not
     limits: tuple[str, ...] = ()  # what `refuses` rules out, for the docs; a test holds that each is said by refuses
 
@@ -63,8 +64,10 @@ class Call:
 
     def bucketed(self, op: "Op") -> "Call":
         """Dynamic sizes rounded up to a power of two, so that a new length meets a result already measured."""
-        case = {k: 1 << (v - 1).bit_length() if k in op.dynamic and isinstance(v, int) and v > 1 else v for k, v in self.case.items()}
-        return Call(self.op, case, self.dtype, self.grad)
+        def rounded(k, v):
+            return 1 << (v - 1).bit_length() if k in op.dynamic and isinstance(v, int) and v > 1 else v
+
+        return Call(self.op, {k: rounded(k, v) for k, v in self.case.items()}, self.dtype, self.grad)
 
 
 @dataclass(frozen=True)
@@ -136,7 +139,8 @@ class Op:
                 return "needs a GPU"
         capability = machine.this_machine().capability
         if impl.capability and capability and capability < impl.capability:
-            return f"needs compute capability {impl.capability[0]}.{impl.capability[1]}, this GPU has {capability[0]}.{capability[1]}"
+            needed, here = (".".join(map(str, c)) for c in (impl.capability, capability))
+            return f"needs compute capability {needed}, this GPU has {here}"
         return None
 
     def misfits(self, name: str, args: dict) -> str | None:

@@ -36,8 +36,8 @@ class Plan:
 
     @property
     def mode(self) -> str:
-        """Which timings its choices come from: host overhead counts only where the host launches each op."""
-        return "graph" if self.graph or self.compiled else "eager"
+        """Which choices it uses: host overhead counts only where the host launches each op."""
+        return "compile" if self.compiled else "graph" if self.graph else "eager"
 
 
 def plans(model: Model) -> list[Plan]:
@@ -51,7 +51,7 @@ def record_calls(model: Model, config, device: str) -> list[tuple[Call, int]]:
     recorder = Recorder()
     module = model.build(config, model.tuned, recorder).to(device)
     if bad := [n for n, p in module.named_parameters() if not torch.isfinite(p).all()]:
-        raise ValueError(f"{model.name}: parameter {bad[0]} has NaN or infinite values ({len(bad)} such in all); fix the weights first")
+        raise ValueError(f"{model.name}: parameter {bad[0]} has NaN or infinite values ({len(bad)} such); fix them first")
     module(**model.batch(config, device))
     return list(recorder.calls.values())
 
@@ -108,7 +108,8 @@ class Runner:
         self.restore()
         loss = self.step()
         grads = {n: p.grad for n, p in self.module.named_parameters() if p.grad is not None}
-        found = {"output loss": loss.clone()} | {f"grad {n}": g.clone() for n, g in self.model.canonical(self.config, grads).items()}
+        plain = self.model.canonical(self.config, grads)
+        found = {"output loss": loss.clone()} | {f"grad {n}": g.clone() for n, g in plain.items()}
         self.restore()
         return found
 
@@ -159,8 +160,7 @@ class Trial:
             self.before.step()
 
     def runner(self, plan: Plan, precision: str | None = None) -> Runner:
-        tuned = self.choices.get(plan.mode) or self.choices["eager"]  # a CPU has no graph timings
-        choices = {"eager": Choices(default="eager"), "stock": Choices(), "tuned": tuned}[plan.choices]
+        choices = {"eager": Choices(default="eager"), "stock": Choices(), "tuned": self.choices[plan.mode]}[plan.choices]
         return Runner(self.model, self.config, plan, choices, self.weights, self.device, precision or self.precision)
 
     def run(self, plan: Plan) -> list[dict]:
@@ -179,7 +179,7 @@ class Trial:
         return results
 
     def attempt(self, plan: Plan, runner: Runner | None) -> tuple[dict, Runner | None]:
-        """Verify, then time in turns with the baseline. A plan that fails in any way keeps its reason and loses its candidacy."""
+        """Verify, then time in turns with the baseline. A plan that fails keeps its reason and loses its candidacy."""
         result: dict = {"name": plan.name, "ok": False, "why": ""} | {k: v for k, v in asdict(plan).items() if k != "name"}
         started = now()
         try:
@@ -194,8 +194,8 @@ class Trial:
             verdict = judge(self._complete(runner.evidence()), self.eager, self.truth, STEPS[self.precision])
             result |= {"ok": verdict.ok, "why": verdict.why, "share": round(verdict.share, 4)}
             if verdict.ok:
-                timings = compare({BEFORE: self.before.step, plan.name: runner.step}, seconds=self.seconds, flush=False, least=3)
-                self._note(result, timings)
+                runs = {BEFORE: self.before.step, plan.name: runner.step}
+                self._note(result, compare(runs, seconds=self.seconds, flush=False, least=3))
         except torch.cuda.OutOfMemoryError:
             result["why"] = "out of memory"
         except Exception as e:  # whatever a plan dies of costs its candidacy, never the run
@@ -208,7 +208,8 @@ class Trial:
     def _note(self, result: dict, timings: dict[str, Timing]) -> None:
         before, t = timings[BEFORE], timings[result["name"]]
         rate = self.config.batch / t.ms * 1e3
-        result |= t.as_dict() | {"before_ms": round(before.ms, 4), "speedup": round(before.ms / t.ms, 4), "samples_per_s": round(rate, 1)}
+        result |= t.as_dict() | {"before_ms": round(before.ms, 4), "speedup": round(before.ms / t.ms, 4)}
+        result["samples_per_s"] = round(rate, 1)
         result.pop("peak_mib")
         samples = self.before_result.setdefault("all_ms", [])
         samples.append(before)
@@ -245,6 +246,8 @@ def optimize(
     with precision_set(precision, device):
         calls = record_calls(model, config, device)
     choices = tune(calls, lock, progress=progress, seconds=0.1)
+    # Liger's functions are not registered with torch.library: torch.compile breaks its graph at them, or fails.
+    choices["compile"] = Choices(lock.table(modes_here()[-1], without=("liger",)))
     trial = Trial(model, config, choices, precision, seconds)
     results, todo = [], plans(model)
     for i, plan in enumerate(todo):
@@ -270,7 +273,8 @@ def conclude(key: str, config, results: list[dict], calls: list[tuple[Call, int]
             timed[r["name"]] = Timing(r["ms"] / beside, r["low"] / beside, r["high"] / beside, r["samples"])
     chosen, tied = fastest(timed, tuple(timed)) if timed else (BEFORE, False)
     return {
-        "target": key, "config": repr(config), "plans": results, "chosen": chosen, "tied": tied, "note": reduced_note(), "commit": commit(),
+        "target": key, "config": repr(config), "plans": results, "chosen": chosen, "tied": tied,
+        "note": reduced_note(), "commit": commit(),
         "speedup": next(r.get("speedup", 1.0) for r in results if r["name"] == chosen),
         "calls": [{"call": asdict(call), "count": count} for call, count in calls],
     }

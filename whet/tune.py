@@ -67,7 +67,8 @@ class Work:
             for mode in modes:
                 self.entry(call, mode)["count"] = counts[key]
         self.saving = threading.Lock()
-        self.done, self.total = 0, sum(len(self.open(call)) * (1 + len(self.ops[call.op].impls)) for call in self.calls.values())
+        self.done = 0
+        self.total = sum(len(self.open(call)) * (1 + len(self.ops[call.op].impls)) for call in self.calls.values())
 
     def entry(self, call: Call, mode: str) -> dict:
         return self.lock.calls.setdefault(f"{call.key} @ {mode}", {"call": asdict(call), "mode": mode, "candidates": {}})
@@ -103,8 +104,7 @@ class Work:
                 missing = [e for e in entries if name not in e["candidates"]]
                 if not missing:
                     continue
-                known = [e["candidates"][name] for e in self.lock.calls.values() if e["call"] == asdict(call) and name in e["candidates"]]
-                result = _verdict(known[0]) if known else self._verify(call, name, worker, interpreter)
+                result = self._known(call, name) or self._verify(call, name, worker, interpreter)
                 if shared and result["why"].startswith("out of memory"):
                     continue
                 with self.saving:
@@ -112,6 +112,11 @@ class Work:
                         e["candidates"][name] = dict(result)
                     self.lock.save()
                     self.tick(f"verifying {call.op}/{name}", len(missing))
+
+    def _known(self, call: Call, name: str) -> dict | None:
+        """What the lock says of this candidate's correctness, learned for any mode."""
+        twins = (e["candidates"] for e in self.lock.calls.values() if e["call"] == asdict(call))
+        return next((_verdict(candidates[name]) for candidates in twins if name in candidates), None)
 
     def _verify(self, call: Call, name: str, worker: Worker, interpreter: Worker) -> dict:
         op = self.ops[call.op]
@@ -126,17 +131,12 @@ class Work:
             for call in self.calls.values():
                 for mode in self.open(call):
                     entry = self.entry(call, mode)
-                    if mode == "graph":
-                        self._drop_uncapturable(call, entry, worker)
+                    for name, candidate in entry["candidates"].items():
+                        if mode == "graph" and candidate["ok"] and (reason := self.ops[call.op].impls[name].no_graph):
+                            candidate |= {"ok": False, "why": f"cannot be captured as a CUDA graph: {reason}"}
                     self.progress(f"timing {call.op} {mode}", self.done, self.total)
                     _choose(self.lock, entry, self.ops[call.op], call, mode, worker, seconds, self.limit_s)
                     self.tick(f"timed {call.op} {mode}")
-
-    def _drop_uncapturable(self, call: Call, entry: dict, worker: Worker) -> None:
-        for name, candidate in entry["candidates"].items():
-            if candidate["ok"]:
-                candidate |= _ask_capture(worker, call, name, self.limit_s)
-        self.lock.save()
 
 
 def _verdict(candidate: dict) -> dict:
@@ -150,14 +150,6 @@ def _ask_verify(worker: Worker, call: Call, name: str, limit_s: float) -> dict:
     except Lost as e:
         answer = {"error": str(e)}
     return answer if "ok" in answer else {"ok": False, "share": 0.0, "why": answer["error"]}
-
-
-def _ask_capture(worker: Worker, call: Call, name: str, limit_s: float) -> dict:
-    try:
-        answer = worker.ask(limit_s, what="capture", call=asdict(call), impl=name)
-    except Lost as e:
-        answer = {"error": str(e)}
-    return {"ok": False, "why": f"cannot be captured as a CUDA graph: {answer['error']}"} if "error" in answer else {}
 
 
 def _choose(lock: Lock, entry: dict, op: Op, call: Call, mode: str, worker: Worker, seconds: float, limit_s: float) -> None:
@@ -179,7 +171,8 @@ def _choose(lock: Lock, entry: dict, op: Op, call: Call, mode: str, worker: Work
 
 def _ask_measure(worker: Worker, call: Call, impls: list[str], mode: str, seconds: float, limit_s: float) -> dict:
     try:
-        return worker.ask(limit_s * max(1, len(impls)), what="measure", call=asdict(call), impls=impls, mode=mode, seconds=seconds)
+        limit_s *= max(1, len(impls))
+        return worker.ask(limit_s, what="measure", call=asdict(call), impls=impls, mode=mode, seconds=seconds)
     except Lost as e:
         return {"error": str(e)}
 
@@ -190,10 +183,11 @@ def _conclude(entry: dict, op: Op, answer: dict) -> None:
         entry["candidates"][name] |= t.as_dict()
     chosen, tied = fastest(timings, SIMPLICITY)
     others = {n: t.ms for n, t in timings.items() if n not in (chosen, "eager")}
-    entry |= answer | {"chosen": chosen, "ms": timings[chosen].ms, "vs_eager": round(timings["eager"].ms / timings[chosen].ms, 4)}
+    best = timings[chosen].ms
+    entry |= answer | {"chosen": chosen, "ms": best, "vs_eager": round(timings["eager"].ms / best, 4)}
     if others:
         rival = min(others, key=lambda n: others[n])
-        entry |= {"rival": rival, "vs_rival": round(others[rival] / timings[chosen].ms, 4)}
+        entry |= {"rival": rival, "vs_rival": round(others[rival] / best, 4)}
     entry["why"] = "a tie: the simplest is kept" if tied else "fastest of the verified"
 
 
@@ -224,5 +218,8 @@ def reduced_note() -> str:
     if torch.cuda.is_available():
         return "Triton kernels were verified and timed on this GPU."
     if machine.has("triton"):
-        return "No GPU: Triton kernels were checked in the interpreter at reduced sizes and not timed; stock candidates were timed on the CPU."
+        return (
+            "No GPU: Triton kernels were checked in the interpreter at reduced sizes and not timed; "
+            "stock candidates were timed on the CPU."
+        )
     return "No GPU and no Triton: only stock candidates were verified and timed, on the CPU."

@@ -12,6 +12,7 @@ import torch
 from whet.op import DTYPES, Impl, Op, as_tuple, lay
 
 VALUE_FACTOR, GRAD_FACTOR = 2.0, 3.0
+Given = torch.Tensor | None
 
 
 @dataclass(frozen=True)
@@ -27,7 +28,9 @@ class Verdict:
         return self.error / self.budget if self.budget else 0.0
 
 
-def verify_case(op: Op, name: str, case: dict, dtype: str, device: str, grad: bool = True, dout_layout: str = "contiguous", seed: int = 0):
+def verify_case(
+    op: Op, name: str, case: dict, dtype: str, device: str, grad: bool = True, dout_layout: str = "contiguous", seed: int = 0
+) -> Verdict:
     """Make the case's inputs and verify the named impl on them."""
     torch.manual_seed(seed)
     args = op.inputs(dtype=DTYPES[dtype], device=device, **case)
@@ -76,7 +79,8 @@ def evaluate(op: Op, run, args: dict, grad: bool, dout_layout: str = "contiguous
     if grad:
         live = [o for o in outs if o.requires_grad]
         douts = [upstream(o, i, dout_layout) for i, o in enumerate(outs) if o.requires_grad]
-        grads = torch.autograd.grad(live, [leaves[k] for k in wanted], douts, allow_unused=True) if live else [None] * len(wanted)
+        sources = [leaves[k] for k in wanted]
+        grads = torch.autograd.grad(live, sources, douts, allow_unused=True) if live else [None] * len(wanted)
         named |= {f"grad {k}": g for k, g in zip(wanted, grads)}
     return named
 
@@ -97,7 +101,7 @@ def widen(v):
     return v.double() if isinstance(v, torch.Tensor) and v.is_floating_point() else v
 
 
-def compare(name: str, a: torch.Tensor | None, e: torch.Tensor | None, o: torch.Tensor | None, factor: float, step: float | None = None) -> Verdict:
+def compare(name: str, a: Given, e: Given, o: Given, factor: float, step: float | None = None) -> Verdict:
     if o is None or e is None:
         return Verdict(a is None, why="" if a is None else f"{name}: expected none")
     if a is None:
@@ -134,7 +138,9 @@ def poisoned_empty(active: bool = True):
     def poisoning(make):
         def made(*args, **kwargs):
             t = make(*args, **kwargs)
-            return t.fill_(float("nan")) if t.is_floating_point() else t.fill_(torch.iinfo(t.dtype).min) if t.dtype != torch.bool else t
+            if t.dtype == torch.bool:
+                return t
+            return t.fill_(float("nan") if t.is_floating_point() else torch.iinfo(t.dtype).min)
 
         return made
 

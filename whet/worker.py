@@ -12,11 +12,12 @@ import subprocess
 import sys
 import tempfile
 import threading
+from collections.abc import Callable
 
 import torch
 
 from whet import machine
-from whet.measure import captured, ceilings, compare, stepper
+from whet.measure import ceilings, compare, stepper
 from whet.op import DTYPES, Call, Op, discover
 from whet.verify import verify_case
 
@@ -37,11 +38,13 @@ class Worker:
     def start(self) -> None:
         if self.process is not None:
             return
-        env = os.environ | {"TRITON_INTERPRET": "1" if self.interpret else "0", "WHET_WORKER": "1"}
+        # One compile thread: an op is two or three kernels, and a pool of compilers per child costs more than it compiles.
+        env = os.environ | {"TRITON_INTERPRET": "1" if self.interpret else "0", "TORCHINDUCTOR_COMPILE_THREADS": "1"}
         command = [sys.executable, "-m", "whet.worker", *(["--preload", self.preload] if self.preload else [])]
         self.errors = tempfile.TemporaryFile("w+")  # noqa: SIM115 (lives as long as the child)
         self.process = subprocess.Popen(
-            command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=self.errors, env=env, text=True, start_new_session=True
+            command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=self.errors, env=env, text=True,
+            start_new_session=True,  # Ctrl-C is the parent's to handle
         )
 
     def ask(self, limit_s: float, **request) -> dict:
@@ -99,13 +102,6 @@ def answer_verify(call: Call, impl: str) -> dict:
     return {"ok": verdict.ok, "share": round(verdict.share, 4), "why": verdict.why}
 
 
-def answer_capture(call: Call, impl: str) -> dict:
-    """Whether this candidate can be captured as a CUDA graph at all."""
-    op = discover()[call.op]
-    captured(stepper(op, op.impls[impl].run, _args(op, call), call.grad))
-    return {}
-
-
 def answer_measure(call: Call, impls: list[str], mode: str, seconds: float) -> dict:
     op = discover()[call.op]
     args = _args(op, call)
@@ -120,7 +116,7 @@ def answer_measure(call: Call, impls: list[str], mode: str, seconds: float) -> d
     }
 
 
-ANSWERS = {"verify": answer_verify, "capture": answer_capture, "measure": answer_measure}
+ANSWERS: dict[str, Callable[..., dict]] = {"verify": answer_verify, "measure": answer_measure}
 
 
 def _answer(request: dict) -> dict:

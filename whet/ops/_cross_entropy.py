@@ -24,8 +24,11 @@ def _capped(z, softcap, HAS_SOFTCAP: tl.constexpr):
 
 
 @triton.jit
-def _softmax_of_row(row_ptr, V, P, softcap, BLOCK_R: tl.constexpr, BLOCK_V: tl.constexpr, HAS_SOFTCAP: tl.constexpr):
-    """top = max z, log_mass = log(sum exp(z - top)), mean z of one row, read once; P = 0 reads nothing.
+def _softmax_of_row(
+    row_ptr, V, softcap,
+    BLOCK_R: tl.constexpr, BLOCK_V: tl.constexpr, HAS_SOFTCAP: tl.constexpr, HAS_SMOOTHING: tl.constexpr,
+):
+    """top = max z, log_mass = log(sum exp(z - top)), with smoothing mean z, of one row, read once; V = 0 reads nothing.
 
     A tile is (BLOCK_R, BLOCK_V), its rows in the same thread: the running maximum needs no barrier, and rescaling costs
     1/BLOCK_R of an exp per element.
@@ -34,12 +37,14 @@ def _softmax_of_row(row_ptr, V, P, softcap, BLOCK_R: tl.constexpr, BLOCK_V: tl.c
     tops = tl.full((BLOCK_V,), LOWEST, tl.float32)
     masses = tl.zeros((BLOCK_V,), tl.float32)
     totals = tl.zeros((BLOCK_V,), tl.float32)
-    for start in range(0, P, BLOCK_R * BLOCK_V):
-        z = tl.load(row_ptr + start + v, mask=start + v < P, other=0.0).to(tl.float32)
-        z = tl.where(start + v < V, _capped(z, softcap, HAS_SOFTCAP), float("-inf"))
+    for start in range(0, V, BLOCK_R * BLOCK_V):
+        z = tl.load(row_ptr + start + v, mask=start + v < V, other=float("-inf")).to(tl.float32)
+        if HAS_SOFTCAP:
+            z = tl.where(start + v < V, _capped(z, softcap, HAS_SOFTCAP), float("-inf"))
         higher = tl.maximum(tops, tl.max(z, axis=0))
         masses = masses * tl.exp(tops - higher) + tl.sum(tl.exp(z - higher[None, :]), axis=0)
-        totals += tl.sum(tl.where(start + v < V, z, 0.0), axis=0)
+        if HAS_SMOOTHING:
+            totals += tl.sum(tl.where(start + v < V, z, 0.0), axis=0)
         tops = higher
     top = tl.max(tops, axis=0)
     return top, tl.log(tl.sum(masses * tl.exp(tops - top), axis=0)), tl.sum(totals, axis=0) / V
@@ -85,7 +90,9 @@ def _loss_kernel(
 
     at_target = tl.load(row_ptr + target, mask=(target >= 0) & (target < V), other=0.0).to(tl.float32)
     at_target = _capped(at_target, softcap, HAS_SOFTCAP)
-    top, log_mass, mean = _softmax_of_row(row_ptr, V, tl.where(counts, P, 0), softcap, BLOCK_R, BLOCK_V, HAS_SOFTCAP)
+    top, log_mass, mean = _softmax_of_row(
+        row_ptr, tl.where(counts, V, 0), softcap, BLOCK_R, BLOCK_V, HAS_SOFTCAP, HAS_SMOOTHING
+    )
     loss = _loss(top, log_mass, mean, at_target, smoothing, HAS_SMOOTHING)
     tl.store(loss_ptr + m, tl.where(counts, loss, 0.0))
     tl.store(stats_ptr + m, top)
@@ -141,7 +148,9 @@ def _loss_and_dlogits_kernel(
 
     at_target = tl.load(row_ptr + target, mask=(target >= 0) & (target < V), other=0.0).to(tl.float32)
     at_target = _capped(at_target, softcap, HAS_SOFTCAP)
-    top, log_mass, mean = _softmax_of_row(row_ptr, V, tl.where(counts, P, 0), softcap, BLOCK_R, BLOCK_V, HAS_SOFTCAP)
+    top, log_mass, mean = _softmax_of_row(
+        row_ptr, tl.where(counts, V, 0), softcap, BLOCK_R, BLOCK_V, HAS_SOFTCAP, HAS_SMOOTHING
+    )
     loss = _loss(top, log_mass, mean, at_target, smoothing, HAS_SMOOTHING)
     tl.store(loss_ptr + m, tl.where(counts, loss, 0.0))
 
@@ -186,9 +195,12 @@ def _reduce_kernel(
 
 
 def tile(P: int) -> dict:
-    """BLOCK_R, BLOCK_V, num_warps of the one-row kernels: eight columns a thread, up to four deep."""
+    """BLOCK_R, BLOCK_V, num_warps of the one-row kernels: eight columns a thread, two deep.
+
+    2048x50304 bf16 on an H200: 157 us two deep, 183 four deep, 235 with 32 warps; 101 is a copy.
+    """
     BLOCK_V = min(triton.next_power_of_2(max(P, 16)), 2048 if P <= 65536 else 4096)
-    BLOCK_R = min(4, triton.next_power_of_2(triton.cdiv(P, BLOCK_V)))
+    BLOCK_R = min(2, triton.next_power_of_2(triton.cdiv(P, BLOCK_V)))
     return dict(BLOCK_R=BLOCK_R, BLOCK_V=BLOCK_V, num_warps=max(1, BLOCK_V // 256))
 
 

@@ -95,8 +95,8 @@ def _add_rms_norm_bwd_kernel(
 ):
     """u = h * rstd;  dx = dres = (w*dy - u * mean(u*w*dy)) * rstd + dh;  dw = sum over rows of dy*u.
 
-    Fuses   the norm's gradient, the residual's and dw: dy, dh and h are read once. Programs stride over rows, the last first; each keeps
-            its share of dw in registers.
+    Fuses   the norm's gradient, the residual's and dw: dy, dh and h are read once. Programs stride over rows, the last
+            first; each keeps its share of dw in registers.
     Moves   dy, dh, h, w, rstd in; dx out = 4*M*N * itemsize, and one fp32 row of dw per program.
     Rounds  dx once, at the store; dw is summed in fp32 in a fixed order, then rounded once.
     """

@@ -98,7 +98,8 @@ def _layer_norm_bwd_kernel(
 ):
     """u = (x - mean) * rstd;  dx = (w*dy - u * mean(u*w*dy) - mean(w*dy)) * rstd;  dw = sum of dy*u;  db = sum of dy.
 
-    Fuses   dx, dw and db: x and dy are read once. Programs stride over rows, the last first; each keeps its share of dw, db in registers.
+    Fuses   dx, dw and db: x and dy are read once. Programs stride over rows, the last first; each keeps
+            its share of dw, db in registers.
     Moves   dy, x, w, mean, rstd in; dx out = 3*M*N * itemsize, and one fp32 row each of dw and db per program.
     Rounds  dx once, at the store; dw and db are summed in fp32 in a fixed order, then rounded once.
     """

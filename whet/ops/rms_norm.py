@@ -172,7 +172,7 @@ def run_triton(x, w, eps=1e-6):
 
 def single(x):
     """Over one element y is the sign of x, and the exact gradient, near zero, is lost in the rounding of what cancels."""
-    return "x.shape[-1] must be at least 2: the gradient over one element is rounding error, got 1" if x.shape[-1] == 1 else None
+    return None if x.shape[-1] != 1 else "x.shape[-1] must be at least 2: over one element the gradient is rounding error, got 1"
 
 
 def torch_refuses(x, w, eps=1e-6):
@@ -208,7 +208,10 @@ OP = Op(
     grads=("x", "w"),
     impls={
         "torch": Impl(run_torch, torch_refuses, limits=("a weight of another dtype than x", "rows of one element")),
-        "triton": Impl(run_triton, refuses, needs="triton", limits=("dtypes other than fp32, fp16, bf16", f"rows longer than {MAX_N}", "rows of one element")),
+        "triton": Impl(
+            run_triton, refuses, needs="triton",
+            limits=("dtypes other than fp32, fp16, bf16", f"rows longer than {MAX_N}", "rows of one element"),
+        ),
         "liger": Impl(run_liger, needs="liger_kernel"),
     },
     dynamic=("M",),

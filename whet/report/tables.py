@@ -36,19 +36,21 @@ def ops_table(ops: dict[str, Op]) -> Table:
     table = Table("op", "meaning", "impls", "refuses", title="ops", title_justify="left", show_lines=True)
     for op in ops.values():
         limits = [f"{name}: {limit}" for name, impl in op.impls.items() for limit in impl.limits]
-        table.add_row(f"{op.name}{op.signature}", (op.reference.__doc__ or "").strip().splitlines()[0], ", ".join(op.impls), "\n".join(limits) or "-")
+        meaning = (op.reference.__doc__ or "").strip().splitlines()[0]
+        table.add_row(f"{op.name}{op.signature}", meaning, ", ".join(op.impls), "\n".join(limits) or "-")
     return table
 
 
 def entry_id(entry: dict) -> str:
     call = Call(**entry["call"])
-    sizes = " ".join(f"{k}={v}" if not isinstance(v, bool) else k for k, v in call.case.items() if v not in (None, False, "contiguous"))
-    return f"{call.op} {sizes} {call.dtype}"
+    told = {k: v for k, v in call.case.items() if v is not None and v is not False and v != "contiguous"}
+    return " ".join([call.op, *(k if v is True else f"{k}={v}" for k, v in told.items()), call.dtype])
 
 
 def calls_table(entries: list[dict], title: str = "candidates: verified, then timed in turns") -> Table:
     """One line per candidate of each call, the chosen one marked. Those that were refused are in `left_out`."""
-    table = Table("call", "mode", "impl", "ms", "± spread", "of roofline", "error / budget", "extra MiB", "host us", "", title=title, title_justify="left")
+    columns = ("call", "mode", "impl", "ms", "± spread", "of roofline", "error / budget", "extra MiB", "host us", "")
+    table = Table(*columns, title=title, title_justify="left")
     for e in entries:
         rows = {name: c for name, c in e["candidates"].items() if c["ok"]}
         for i, (name, c) in enumerate(rows.items()):
@@ -58,8 +60,9 @@ def calls_table(entries: list[dict], title: str = "candidates: verified, then ti
             if chosen:
                 note = "chosen" + (f", {e['vs_rival']:.2f}x {e['rival']}" if e.get("rival") else "")
             table.add_row(
-                f"{entry_id(e)} (x{e['count']})" if i == 0 else "", e["mode"] if i == 0 else "", name, ms(timed), ms(spread(c)), roof,
-                f"{c['share']:.2f}", "-" if c.get("peak_mib") is None else f"{c['peak_mib']:.1f}",
+                f"{entry_id(e)} (x{e['count']})" if i == 0 else "", e["mode"] if i == 0 else "", name,
+                ms(timed), ms(spread(c)), roof, f"{c['share']:.2f}",
+                "-" if c.get("peak_mib") is None else f"{c['peak_mib']:.1f}",
                 "-" if c.get("host_us") is None else f"{c['host_us']:.0f}", note,
                 style="bold green" if chosen else None, end_section=i == len(rows) - 1,
             )
@@ -78,12 +81,14 @@ def left_out(entries: list[dict]) -> list[str]:
 
 def plans_table(result: dict) -> Table:
     stored = ", from the lock" if result.get("from_lock") else ""
-    table = Table("plan", "step ms", "± spread", "samples/s", "speed-up", "peak MB", "error / budget", "", title=f"plans for {result['target']}: one training step{stored}", title_justify="left")
+    columns = ("plan", "step ms", "± spread", "samples/s", "speed-up", "peak MB", "error / budget", "")
+    table = Table(*columns, title=f"plans for {result['target']}: one training step{stored}", title_justify="left")
     for r in result["plans"]:
         timed = r.get("ms")
         note = "chosen" + (" (tie: the simpler)" if result["tied"] else "") if r["name"] == result["chosen"] else r["why"]
         table.add_row(
-            r["name"], ms(timed), ms(spread(r)), f"{r['samples_per_s']:.0f}" if timed else "-", f"{r['speedup']:.2f}x" if timed else "-",
+            r["name"], ms(timed), ms(spread(r)),
+            f"{r['samples_per_s']:.0f}" if timed else "-", f"{r['speedup']:.2f}x" if timed else "-",
             f"{r['peak_mb']:.0f}" if r.get("peak_mb") else "-", f"{r['share']:.2f}" if "share" in r else "-", note,
             style="bold green" if r["name"] == result["chosen"] else None,
         )
