@@ -188,7 +188,8 @@ def bench(
             show_calls(entries)
             console.print(f"dispatch through choices adds {also['dispatch_us']} us a call. {reduced_note()}")
 
-        emit(made, as_json, records, name or "bench " + " ".join(ops or ["all"]), show)
+        default = ["bench", *(ops or ["all"]), *(shapes or []), *([] if dtype == "bfloat16" else [dtype])]
+        emit(made, as_json, records, name or " ".join(default), show)
 
 
 @app.command("optimize")

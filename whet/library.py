@@ -68,8 +68,7 @@ class Fused:
         return tuple(None if i is None else grads[i] for i in self.grads_to)
 
     def __call__(self, *args):
-        watched = torch._C._len_torch_dispatch_stack() or torch._C._functorch.peek_interpreter_stack()
-        if watched or torch.compiler.is_compiling():
+        if torch.compiler.is_compiling() or _watched():
             out = self.op(*args)
             return out[: self.n_out] if self.n_out > 1 else out[0] if isinstance(out, (tuple, list)) else out
         x = args[0]
@@ -77,6 +76,11 @@ class Fused:
             with torch.cuda.device(x.device):
                 return self.function.apply(*args)
         return self.function.apply(*args)
+
+
+def _watched() -> bool:
+    """A dispatch mode or a functorch transform is looking on."""
+    return torch._C._len_torch_dispatch_stack() > 0 or torch._C._functorch.peek_interpreter_stack() is not None
 
 
 def _keep(ctx, fused: Fused, args, results):

@@ -29,6 +29,8 @@ class Lock:
     def read(cls, path: str | Path | None = None) -> "Lock":
         """The lock at path (default $WHET_LOCK, else ./whet.lock). One that cannot be read is set aside, and said."""
         path = Path(path or os.environ.get("WHET_LOCK", "whet.lock"))
+        if path.is_dir():
+            raise ValueError(f"the lock must be a file, got the directory {path}")
         if not path.exists():
             return cls(path)
         try:

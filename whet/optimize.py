@@ -245,9 +245,9 @@ def optimize(
     progress("recording calls", 0, 1)
     with precision_set(precision, device):
         calls = record_calls(model, config, device)
+    recorded = now()
     choices = tune(calls, lock, progress=progress, seconds=0.1)
-    # Liger's functions are not registered with torch.library: torch.compile breaks its graph at them, or fails.
-    choices["compile"] = Choices(lock.table(modes_here()[-1], without=("liger",)))
+    tuned = now()
     trial = Trial(model, config, choices, precision, seconds)
     results, todo = [], plans(model)
     for i, plan in enumerate(todo):
@@ -255,7 +255,9 @@ def optimize(
         results += trial.run(plan)
     progress("done", len(todo), len(todo))
     trial.before_result.pop("all_ms", None)
-    result = conclude(key, config, [trial.before_result, *results], calls) | {"seconds": round(now() - started, 1)}
+    result = conclude(key, config, [trial.before_result, *results], calls)
+    phases = {"record": recorded - started, "tune": tuned - recorded, "plans": now() - tuned}
+    result |= {"seconds": round(now() - started, 1), "phases": {k: round(v, 1) for k, v in phases.items()}}
     save_plans(lock, key, result)
     return result | {"from_lock": False, "entries": _entries(lock, result["calls"])}
 

@@ -33,7 +33,7 @@ def tune(
     preload: str | None = None,
     bucket: bool = True,
 ) -> dict[str, Choices]:
-    """Choices per mode for these calls: what the lock knows is kept, the rest is verified, measured and saved.
+    """Choices per mode, and for "compile", for these calls: what the lock knows is kept, the rest verified, measured, saved.
 
     calls     (call, how often) pairs, as Recorder collects them
     seconds   measuring time per candidate and call
@@ -44,11 +44,14 @@ def tune(
     """
     modes = modes or modes_here()
     if not _leader():
-        return _broadcast(None, modes)
+        return _broadcast(None)
     work = Work(calls, lock, modes, progress, limit_s, preload, bucket)
     work.verify_all()
     work.measure_all(seconds)
-    return _broadcast({mode: lock.table(mode) for mode in modes}, modes)
+    tables = {mode: lock.table(mode) for mode in modes}
+    # Liger's functions are not registered with torch.library: torch.compile breaks its graph at them, or fails.
+    tables["compile"] = lock.table(modes[-1], without=("liger",))
+    return _broadcast(tables)
 
 
 class Work:
@@ -91,7 +94,7 @@ class Work:
         for thread in threads:
             while thread.is_alive():
                 thread.join(0.2)  # short, so that Ctrl-C is heard
-        self._verify_some(collections.deque(todo), False)  # what ran out of memory beside the others gets its turn alone
+        self._verify_some(collections.deque(todo), False)  # what failed beside the others, maybe for memory, gets a turn alone
 
     def _verify_some(self, queue: collections.deque, shared: bool) -> None:
         with Worker(preload=self.preload) as worker, Worker(interpret=True, preload=self.preload) as interpreter:
@@ -105,7 +108,7 @@ class Work:
                 if not missing:
                     continue
                 result = self._known(call, name) or self._verify(call, name, worker, interpreter)
-                if shared and result["why"].startswith("out of memory"):
+                if result.pop("raised", False) and shared:
                     continue
                 with self.saving:
                     for e in missing:
@@ -149,11 +152,15 @@ def _ask_verify(worker: Worker, call: Call, name: str, limit_s: float) -> dict:
         answer = worker.ask(limit_s, what="verify", call=asdict(call), impl=name)
     except Lost as e:
         answer = {"error": str(e)}
-    return answer if "ok" in answer else {"ok": False, "share": 0.0, "why": answer["error"]}
+    return answer if "ok" in answer else {"ok": False, "share": 0.0, "why": answer["error"], "raised": True}
 
 
 def _choose(lock: Lock, entry: dict, op: Op, call: Call, mode: str, worker: Worker, seconds: float, limit_s: float) -> None:
     able = [n for n, c in entry["candidates"].items() if c["ok"] and "interpreted" not in c]
+    if "eager" not in able:
+        entry |= {"chosen": op.stock, "why": f"nothing to compare with: eager is out ({entry['candidates']['eager']['why']})"}
+        lock.save()
+        return
     answer = _ask_measure(worker, call, able, mode, seconds, limit_s)
     if "error" in answer:  # together they fail: find who, by timing each beside eager
         for name in [n for n in able if n != "eager"]:
@@ -204,13 +211,13 @@ def _leader() -> bool:
     return not _distributed() or torch.distributed.get_rank() == 0
 
 
-def _broadcast(tables: dict[str, dict] | None, modes: tuple[str, ...]) -> dict[str, Choices]:
+def _broadcast(tables: dict[str, dict] | None) -> dict[str, Choices]:
     if _distributed():
         box = [tables]
         torch.distributed.broadcast_object_list(box, src=0)
         tables = box[0]
     assert tables is not None
-    return {mode: Choices(tables[mode]) for mode in modes}
+    return {mode: Choices(table) for mode, table in tables.items()}
 
 
 def reduced_note() -> str:
