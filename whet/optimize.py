@@ -141,12 +141,20 @@ def _peak(into: dict, origin: int) -> Iterator[None]:
         into["peak_mb"] = round((torch.cuda.max_memory_allocated() - origin) / 1e6, 1)
 
 
+def _reason(e: Exception) -> str:
+    if isinstance(e, torch.cuda.OutOfMemoryError):
+        return "out of memory"
+    return f"{type(e).__name__}: {(str(e).strip().splitlines() or [''])[0][:200]}"
+
+
 class Trial:
     """All plans of one model tried against one baseline."""
 
-    def __init__(self, model: Model, config, choices: dict[str, Choices], precision: str, seconds: float):
-        self.model, self.config, self.choices, self.precision, self.seconds = model, config, choices, precision, seconds
+    def __init__(self, model: Model, config, precision: str, seconds: float):
+        self.model, self.config, self.precision, self.seconds = model, config, precision, seconds
         self.device = "cuda" if torch.cuda.is_available() else "cpu"
+        self.choices: dict[str, Choices] = {}
+        self.ready: dict[str, tuple[dict, Runner | None, int]] = {}
         plain = model.build(config, model.plain, Choices(default="eager"))
         self.weights = {n: p.detach().to(self.device) for n, p in plain.named_parameters()}
         self.truth = oracle(model, config, self.weights, self.device)
@@ -160,47 +168,61 @@ class Trial:
             self.before.step()
 
     def runner(self, plan: Plan, precision: str | None = None) -> Runner:
-        choices = {"eager": Choices(default="eager"), "stock": Choices(), "tuned": self.choices[plan.mode]}[plan.choices]
+        fixed = {"eager": Choices(default="eager"), "stock": Choices()}
+        choices = fixed.get(plan.choices) or self.choices[plan.mode]
         return Runner(self.model, self.config, plan, choices, self.weights, self.device, precision or self.precision)
 
     def run(self, plan: Plan) -> list[dict]:
         """The plan, and on a GPU the same under a CUDA graph; a compiled model is compiled once for both."""
-        torch._dynamo.reset()
-        gc.collect()
-        self.origin = _memory()
-        runner, results = None, []
-        for graph in (False, True) if self.device == "cuda" else (False,):
-            this = replace(plan, name=plan.name + " + CUDA graph", graph=True) if graph else plan
+        result, runner, origin = self.ready.pop(plan.name) if plan.name in self.ready else self.prepare(plan)
+        results = [self.finish(result, runner)]
+        if self.device == "cuda":
             if not plan.compiled:
-                runner = None  # uncompiled, the two modes may choose different impls
-                gc.collect()
-            result, runner = self.attempt(this, runner)
-            results.append(result)
+                runner = None  # the two modes may choose different impls
+            graphed = replace(plan, name=plan.name + " + CUDA graph", graph=True)
+            result, runner, _ = self.prepare(graphed, runner, origin)
+            results.append(self.finish(result, runner))
+        if plan.compiled:
+            torch._dynamo.reset()
         return results
 
-    def attempt(self, plan: Plan, runner: Runner | None) -> tuple[dict, Runner | None]:
-        """Verify, then time in turns with the baseline. A plan that fails keeps its reason and loses its candidacy."""
+    def prepare(self, plan: Plan, runner: Runner | None = None, origin: int | None = None) -> tuple[dict, Runner | None, int]:
+        """Build (or capture), compile and warm up: the part of a plan that may be done while others use the GPU."""
+        gc.collect()
         result: dict = {"name": plan.name, "ok": False, "why": ""} | {k: v for k, v in asdict(plan).items() if k != "name"}
-        started = now()
+        started, origin = now(), origin if runner is not None and origin is not None else _memory()
         try:
-            with _peak(result, self.origin):
+            with _peak(result, origin):
                 if runner is None:
                     runner = self.runner(plan)
-                elif plan.graph:
+                else:
                     runner.capture()
                 runner.step()
                 runner.step()
             result["ready_s"] = round(now() - started, 2)
+        except Exception as e:
+            result["why"], runner = _reason(e), None
+        return result, runner, origin
+
+    def prepare_early(self, todo: list[Plan]) -> None:
+        """Compile what waits for no choice, while children verify candidates."""
+        for plan in todo:
+            if plan.compiled and plan.choices != "tuned":
+                self.ready[plan.name] = self.prepare(plan)
+
+    def finish(self, result: dict, runner: Runner | None) -> dict:
+        """Verify, then time in turns with the baseline. A plan that fails keeps its reason and loses its candidacy."""
+        if runner is None:
+            return result
+        try:
             verdict = judge(self._complete(runner.evidence()), self.eager, self.truth, STEPS[self.precision])
             result |= {"ok": verdict.ok, "why": verdict.why, "share": round(verdict.share, 4)}
             if verdict.ok:
-                runs = {BEFORE: self.before.step, plan.name: runner.step}
+                runs = {BEFORE: self.before.step, result["name"]: runner.step}
                 self._note(result, compare(runs, seconds=self.seconds, flush=False, least=3))
-        except torch.cuda.OutOfMemoryError:
-            result["why"] = "out of memory"
         except Exception as e:  # whatever a plan dies of costs its candidacy, never the run
-            result["why"] = f"{type(e).__name__}: {(str(e).strip().splitlines() or [''])[0][:200]}"
-        return result, runner
+            result |= {"ok": False, "why": _reason(e)}
+        return result
 
     def _complete(self, evidence: dict) -> dict:
         return {name: evidence.get(name) for name in self.truth}
@@ -246,10 +268,9 @@ def optimize(
     with precision_set(precision, device):
         calls = record_calls(model, config, device)
     recorded = now()
-    choices = tune(calls, lock, progress=progress, seconds=0.1)
+    trial, results, todo = Trial(model, config, precision, seconds), [], plans(model)
+    trial.choices = tune(calls, lock, progress=progress, seconds=0.1, meanwhile=lambda: trial.prepare_early(todo))
     tuned = now()
-    trial = Trial(model, config, choices, precision, seconds)
-    results, todo = [], plans(model)
     for i, plan in enumerate(todo):
         progress(f"plan: {plan.name}", i, len(todo))
         results += trial.run(plan)

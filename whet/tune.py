@@ -16,7 +16,7 @@ from whet.op import SIMPLICITY, Call, Op, discover
 from whet.worker import Lost, Worker
 
 LIMIT_S = 120.0  # a candidate that takes longer to compile and verify is given up
-VERIFIERS = 4  # children that verify side by side: verifying is mostly compiling, which is the host's work
+VERIFIERS = 8  # children that verify side by side: verifying is mostly compiling, which is the host's work
 
 
 def modes_here() -> tuple[str, ...]:
@@ -32,6 +32,7 @@ def tune(
     limit_s: float = LIMIT_S,
     preload: str | None = None,
     bucket: bool = True,
+    meanwhile: Callable[[], None] = lambda: None,
 ) -> dict[str, Choices]:
     """Choices per mode, and for "compile", for these calls: what the lock knows is kept, the rest verified, measured, saved.
 
@@ -40,13 +41,15 @@ def tune(
     limit_s   time after which a candidate is given up
     preload   a Python file the child process runs first, for ops of your own
     bucket    round sizes that vary up to powers of two; a bench times exactly what it was asked
+    meanwhile run here while children verify, and done before anything is timed
     Under torch.distributed rank 0 decides and the others receive what it chose.
     """
     modes = modes or modes_here()
     if not _leader():
+        meanwhile()
         return _broadcast(None)
     work = Work(calls, lock, modes, progress, limit_s, preload, bucket)
-    work.verify_all()
+    work.verify_all(meanwhile)
     work.measure_all(seconds)
     tables = {mode: lock.table(mode) for mode in modes}
     # Liger's functions are not registered with torch.library: torch.compile breaks its graph at them, or fails.
@@ -84,13 +87,15 @@ class Work:
         self.done += done
         self.progress(text, self.done, self.total)
 
-    def verify_all(self) -> None:
+    def verify_all(self, meanwhile: Callable[[], None]) -> None:
         todo = [(call, name) for call in self.calls.values() if self.open(call) for name in self.ops[call.op].impls]
+        todo.sort(key=lambda item: item[1] != "compile")  # the slowest first, so that none is left to one hand at the end
         queue = collections.deque(todo)
-        hands = max(1, min(VERIFIERS, (os.cpu_count() or 1) // 4, len(self.calls)))
+        hands = min(VERIFIERS, max(1, (os.cpu_count() or 1) // 2), len(todo))
         threads = [threading.Thread(target=self._verify_some, args=(queue, hands > 1), daemon=True) for _ in range(hands)]
         for thread in threads:
             thread.start()
+        meanwhile()
         for thread in threads:
             while thread.is_alive():
                 thread.join(0.2)  # short, so that Ctrl-C is heard
