@@ -78,7 +78,7 @@ def required(p: inspect.Parameter) -> bool:
 
 def _written_out(op: Op) -> str:
     """The source of `chosen`'s function. fast is emptied when an option that never repeats, such as a position, fills it."""
-    key, given = ["grad_enabled()"], []
+    key, given = ["grad_enabled()", f"{next(iter(op.signature.parameters))}.device"], []
     for name, p in op.signature.parameters.items():
         facts = f"{name}.shape, {name}.dtype, {name}.requires_grad"
         key.append(facts if required(p) else f"({facts}) if isinstance({name}, Tensor) else {name}")
@@ -164,6 +164,8 @@ def public(op: Op):
     """The documented function of an op: the reference's arguments, plus impl."""
 
     traced = chosen(op, Traced.__new__(Traced))
+    names = tuple(op.signature.parameters)
+    defaults = {n: p.default for n, p in op.signature.parameters.items() if not required(p)}
 
     def function(*args, impl: str = "auto", **options):
         if impl == "auto":
@@ -176,6 +178,8 @@ def public(op: Op):
                 raise
         run = op.impl(impl).run
         if torch.compiler.is_compiling():
+            if reason := op.misfits(impl, defaults | dict(zip(names, args)) | options):
+                raise error(op.name, impl, reason)
             return run(*args, **options)
         bound = op.bind(args, options)
         if reason := op.why_not(impl, bound):

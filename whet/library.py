@@ -54,6 +54,8 @@ class Fused:
             _keep(ctx, self, inputs, output if isinstance(output, tuple) else (output,))
 
         def once(ctx, *douts):
+            if all(d is None for d in douts[: self.n_out]):
+                return (None,) * len(self.grads_to)
             return self._spread(bwd_op(*douts[: self.n_out], *ctx.saved_tensors, *ctx.constants))
 
         def never(ctx, *_):
@@ -68,19 +70,26 @@ class Fused:
         return tuple(None if i is None else grads[i] for i in self.grads_to)
 
     def __call__(self, *args):
-        if torch.compiler.is_compiling() or _watched():
-            out = self.op(*args)
-            return out[: self.n_out] if self.n_out > 1 else out[0] if isinstance(out, (tuple, list)) else out
+        if torch.compiler.is_compiling():
+            return self._through_library(args)
+        run = self._through_library if _watched(self.name) else lambda a: self.function.apply(*a)
         x = args[0]
         if x.is_cuda and x.device.index != torch.cuda.current_device():
             with torch.cuda.device(x.device):
-                return self.function.apply(*args)
-        return self.function.apply(*args)
+                return run(args)
+        return run(args)
+
+    def _through_library(self, args):
+        out = self.op(*args)
+        return out[: self.n_out] if self.n_out > 1 else out[0] if isinstance(out, (tuple, list)) else out
 
 
-def _watched() -> bool:
-    """A dispatch mode or a functorch transform is looking on."""
-    return torch._C._len_torch_dispatch_stack() > 0 or torch._C._functorch.peek_interpreter_stack() is not None
+def _watched(name: str) -> bool:
+    """A dispatch mode or a functorch transform is looking on. Forward-mode differentiation has no rule here, and is refused."""
+    transform = torch._C._functorch.peek_interpreter_stack()
+    if transform is not None and transform.key() == torch._C._functorch.TransformType.Jvp:
+        raise RuntimeError(f"{name}[triton]: forward-mode differentiation is not supported; use impl='eager' where you need it")
+    return transform is not None or torch._C._len_torch_dispatch_stack() > 0
 
 
 def _keep(ctx, fused: Fused, args, results):
@@ -92,7 +101,7 @@ def _keep(ctx, fused: Fused, args, results):
 def _function(fused: Fused, message: str):
     class NoSecond(torch.autograd.Function):
         @staticmethod
-        def forward(ctx, *args):
+        def forward(ctx, hook, *args):
             return fused.backward(*args)
 
         @staticmethod
@@ -110,7 +119,12 @@ def _function(fused: Fused, message: str):
 
         @staticmethod
         def backward(ctx, *douts):
-            run = NoSecond.apply if torch.is_grad_enabled() else fused.backward  # enabled only under create_graph=True
-            return fused._spread(run(*douts, *ctx.saved_tensors, *ctx.constants))
+            if all(d is None for d in douts):
+                return (None,) * len(fused.grads_to)
+            args = (*douts, *ctx.saved_tensors, *ctx.constants)
+            if not torch.is_grad_enabled():
+                return fused._spread(fused.backward(*args))
+            hook = torch.empty(0, requires_grad=True)  # create_graph=True: what follows must hang on something to raise
+            return fused._spread(NoSecond.apply(hook, *args))
 
     return Eager

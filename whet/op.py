@@ -7,6 +7,7 @@ stands) and `compile` (torch.compile of it) come with every op; the file adds `t
 import functools
 import importlib
 import inspect
+import math
 import pkgutil
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
@@ -197,7 +198,7 @@ def as_tuple(out) -> tuple[torch.Tensor, ...]:
 
 def rows(x: torch.Tensor) -> torch.Tensor:
     """x as (M, N) over its last dimension: a view where the strides allow one, else a copy."""
-    return x.reshape(-1, x.shape[-1]) if x.dim() != 2 else x
+    return x if x.dim() == 2 else x.reshape(math.prod(x.shape[:-1]), x.shape[-1])
 
 
 def same_device(**named: torch.Tensor | None) -> str | None:
@@ -216,7 +217,7 @@ def floating(**named: torch.Tensor | None) -> str | None:
     return None
 
 
-LAYOUTS = ("contiguous", "sliced", "transposed", "expanded")
+LAYOUTS = ("contiguous", "sliced", "strided", "transposed", "expanded")
 
 
 def lay(x: torch.Tensor, layout: str) -> torch.Tensor:
@@ -225,6 +226,8 @@ def lay(x: torch.Tensor, layout: str) -> torch.Tensor:
         wide = torch.empty(*x.shape[:-1], 2 * x.shape[-1] + 8, dtype=x.dtype, device=x.device)
         wide[..., : x.shape[-1]] = x
         return wide[..., : x.shape[-1]]
+    if layout == "strided":  # every other element
+        return x.repeat_interleave(2, -1)[..., ::2]
     if layout == "transposed":  # last dimension not contiguous
         return x.transpose(-1, -2).contiguous().transpose(-1, -2)
     if layout == "expanded":  # stride 0, as the gradient of .sum() has
@@ -238,6 +241,8 @@ def layout_of(x: torch.Tensor) -> str:
     """The layout word that describes x, for case_of."""
     if x.is_contiguous():
         return "contiguous"
+    if x.dim() == 1:
+        return "strided" if x.stride(0) else "expanded"
     if x.stride(-1) != 1 and x.shape[-1] > 1:
         return "transposed"
     return "expanded" if 0 in x.stride() else "sliced"

@@ -4,7 +4,7 @@ import torch
 import triton
 import triton.language as tl
 
-LOWEST = tl.constexpr(-3.0e38)  # finite, so that a row that starts with -inf keeps exp(z - top) defined
+LOWEST = tl.constexpr(-3.4028234663852886e38)  # of fp32, and finite: a row that starts with -inf keeps exp(z - top) defined
 
 
 @triton.jit
@@ -182,7 +182,7 @@ def _reduce_kernel(
     for start in range(0, M, BLOCK_M):
         m = (start + tl.arange(0, BLOCK_M)).to(tl.int64)
         total += tl.load(loss_ptr + m, mask=m < M, other=0.0)
-        count += (tl.load(target_ptr + m, mask=m < M, other=ignore_index) != ignore_index).to(tl.int32)
+        count += ((tl.load(target_ptr + m, mask=m < M, other=0) != ignore_index) & (m < M)).to(tl.int32)
     loss = tl.sum(total, axis=0)
     counted = tl.sum(count, axis=0).to(tl.float32)
     divisor = tl.full((), 1.0, tl.float32)

@@ -8,6 +8,18 @@ from whet import machine
 from whet.op import rows
 
 KERNEL_DTYPES = (torch.float32, torch.float16, torch.bfloat16)
+MAX_N = 8192  # one program holds a whole row, and its sums over rows, in registers: at 16384 the backwards spill on sm_90
+RAGGED_N = 4096  # longer rows must be whole 16-byte loads: the addresses of single elements spill 96 to 164 bytes a thread
+ROW_LIMITS = (f"rows longer than {MAX_N}", f"rows longer than {RAGGED_N} that are no multiple of 16", "rows of no elements")
+
+
+def row_refused(N: int) -> str | None:
+    """None, or why a program cannot hold a row of N."""
+    if N > MAX_N:
+        return f"x.shape[-1] must be at most {MAX_N}, the longest row one program holds, got {N}"
+    if N > RAGGED_N and N % 16:
+        return f"x.shape[-1] must be a multiple of 16 where it is over {RAGGED_N}, got {N}"
+    return None if N else "x.shape[-1] must be at least 1, got 0"
 
 
 def unit_rows(x: torch.Tensor) -> torch.Tensor:

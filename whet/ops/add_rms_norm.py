@@ -7,10 +7,7 @@ import triton.language as tl
 
 from whet.library import Fused
 from whet.op import Cost, Impl, Op, error, floating, lay, layout_of, nbytes, rows, same_device
-from whet.ops._rows import KERNEL_DTYPES, bwd_tile, column_sum, programs, tile, unit_rows
-
-MAX_N = 8192  # one program holds a whole row, and its sums over rows, in registers: at 16384 it spills on sm_90
-RAGGED_N = 4096  # longer rows must be whole 16-byte loads: the addresses of single elements spill 164 bytes a thread on sm_90
+from whet.ops._rows import KERNEL_DTYPES, ROW_LIMITS, bwd_tile, column_sum, programs, row_refused, tile, unit_rows
 
 
 def reference(x, res, w, eps=1e-6):
@@ -22,14 +19,15 @@ def reference(x, res, w, eps=1e-6):
     return (u * rstd * w.to(wide)).to(h.dtype), h
 
 
-def inputs(dtype, device, M, N, layout="contiguous", w_dtype=None, res_dtype=None):
+def inputs(dtype, device, M, N, layout="contiguous", w_dtype=None, res_dtype=None, w_layout="contiguous"):
     x, res = (lay(torch.randn(M, N, dtype=dtype, device=device), layout) for _ in range(2))
     w = (torch.rand(N, device=device) + 0.5).to(w_dtype and getattr(torch, w_dtype) or dtype)
-    return dict(x=x, res=res.to(res_dtype and getattr(torch, res_dtype) or dtype), w=w, eps=1e-6)
+    return dict(x=x, res=res.to(res_dtype and getattr(torch, res_dtype) or dtype), w=lay(w, w_layout), eps=1e-6)
 
 
 def case_of(x, res, w, eps=1e-6):
     case = dict(M=x.numel() // max(1, x.shape[-1]), N=x.shape[-1], layout=layout_of(x))
+    case |= {} if w.is_contiguous() else dict(w_layout=layout_of(w))
     if w.dtype != x.dtype:
         case["w_dtype"] = str(w.dtype).removeprefix("torch.")
     return case if res.dtype == x.dtype else case | dict(res_dtype=str(res.dtype).removeprefix("torch."))
@@ -129,7 +127,7 @@ def _add_rms_norm_bwd_kernel(
 
 
 def forward(x, res, w, eps):
-    flat, flat_res = unit_rows(x), unit_rows(res)
+    flat, flat_res, w = unit_rows(x), unit_rows(res), w.contiguous()
     M, N = flat.shape
     y, h = (torch.empty(x.shape, dtype=torch.promote_types(x.dtype, res.dtype), device=x.device) for _ in range(2))
     rstd = torch.empty(M, dtype=torch.float32, device=x.device)
@@ -150,7 +148,7 @@ def backward(dy, dh, h, w, rstd):
     dx = torch.empty_like(h, memory_format=torch.contiguous_format)
     if not dx.numel():
         return dx, dw.zero_()
-    flat, dy = unit_rows(h), unit_rows(dy)
+    flat, dy, w = unit_rows(h), unit_rows(dy), w.contiguous()
     flat_dh = flat if dh is None else unit_rows(dh)
     M, N = flat.shape
     BLOCK_M, BLOCK_N, warps, per_sm = bwd_tile(N)
@@ -183,11 +181,7 @@ FUSED = Fused(
 def refuses(x, res, w, eps=1e-6):
     if x.dtype not in KERNEL_DTYPES or res.dtype not in KERNEL_DTYPES or w.dtype not in KERNEL_DTYPES:
         return f"x, res and w must be float32, float16 or bfloat16, got {x.dtype}, {res.dtype} and {w.dtype}"
-    if x.shape[-1] > MAX_N:
-        return f"x.shape[-1] must be at most {MAX_N}, the longest row one program holds, got {x.shape[-1]}"
-    if x.shape[-1] > RAGGED_N and x.shape[-1] % 16:
-        return f"x.shape[-1] must be a multiple of 16 where it is over {RAGGED_N}, got {x.shape[-1]}"
-    return None
+    return row_refused(x.shape[-1])
 
 
 def run_triton(x, res, w, eps=1e-6):
@@ -228,6 +222,7 @@ OP = Op(
         dict(M=9, N=96, layout="sliced"), dict(M=9, N=96, layout="transposed"), dict(M=9, N=96, layout="expanded"),
         dict(M=5, N=4112), dict(M=5, N=2050), dict(M=16, N=64, w_dtype="float32"),
         dict(M=16, N=64, w_dtype="float32", res_dtype="float32"),
+        dict(M=5, N=48, w_layout="strided"), dict(M=5, N=48, w_layout="expanded"),
     ),
     shapes={f"{M}x{N}": dict(M=M, N=N) for M, N in ((4096, 384), (16384, 1024), (16384, 4096), (4096, 8192))},
     cost=cost,
@@ -236,8 +231,7 @@ OP = Op(
         "torch": Impl(run_torch, torch_refuses, limits=("a weight of another dtype than x + res",)),
         "triton": Impl(
             run_triton, refuses, needs="triton", limits=(
-                "dtypes other than fp32, fp16, bf16", f"rows longer than {MAX_N}",
-                f"rows longer than {RAGGED_N} that are no multiple of 16",
+                "dtypes other than fp32, fp16, bf16", *ROW_LIMITS,
             ),
         ),
         "liger": Impl(run_liger, liger_refuses, needs="liger_kernel", limits=("a residual of another dtype than x",)),

@@ -78,8 +78,9 @@ def check_options(target, ignore_index=-100, reduction="mean", label_smoothing=0
         return f"softcap must be positive or None, got {softcap}"
     if num_items is not None and reduction != "mean":
         return f"num_items needs reduction='mean', which it divides, got reduction={reduction!r}"
-    if isinstance(num_items, torch.Tensor) and (num_items.numel() != 1 or num_items.device != target.device):
-        return f"num_items must be one number on {target.device}, got {tuple(num_items.shape)} on {num_items.device}"
+    if isinstance(num_items, torch.Tensor) and (num_items.dim() or num_items.device != target.device):
+        got = f"{tuple(num_items.shape)} on {num_items.device}"
+        return f"num_items must be a number or a 0-dim tensor on {target.device}, got {got}"
     return None
 
 
@@ -103,11 +104,11 @@ def cost(logits, target, **options):
 def forward(logits, target, ignore_index, reduction, smoothing, softcap, num_items):
     z, t = unit_rows(logits), target.reshape(-1).contiguous()
     M, V = z.shape
-    loss = torch.empty(M, dtype=torch.float32, device=z.device)
+    loss = torch.empty(target.shape, dtype=torch.float32, device=z.device)  # no view: it may be changed in place
     stats = torch.empty(2, M, dtype=torch.float32, device=z.device)
     kernels.losses(z, V, t, ignore_index, smoothing, softcap, loss, stats)
     if reduction == "none":
-        return loss.view(target.shape), stats, torch.ones((), dtype=torch.float32, device=z.device)
+        return loss, stats, torch.ones((), dtype=torch.float32, device=z.device)
     loss, scale = kernels.reduced(loss, t, ignore_index, reduction == "mean", num_items)
     return loss, stats, scale
 

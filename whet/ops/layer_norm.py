@@ -7,10 +7,7 @@ import triton.language as tl
 
 from whet.library import Fused
 from whet.op import Cost, Impl, Op, error, floating, lay, layout_of, nbytes, rows, same_device
-from whet.ops._rows import KERNEL_DTYPES, bwd_tile, column_sum, programs, tile, unit_rows
-
-MAX_N = 8192  # one program holds a whole row, and its sums over rows, in registers: at 16384 it spills on sm_90
-RAGGED_N = 4096  # longer rows must be whole 16-byte loads: the addresses of single elements spill 164 bytes a thread on sm_90
+from whet.ops._rows import KERNEL_DTYPES, ROW_LIMITS, bwd_tile, column_sum, programs, row_refused, tile, unit_rows
 
 
 def reference(x, w, b=None, eps=1e-5):
@@ -22,15 +19,16 @@ def reference(x, w, b=None, eps=1e-5):
     return (y if b is None else y + b.to(wide)).to(x.dtype)
 
 
-def inputs(dtype, device, M, N, bias=True, layout="contiguous", w_dtype=None):
+def inputs(dtype, device, M, N, bias=True, layout="contiguous", w_dtype=None, w_layout="contiguous"):
     x = lay(torch.randn(M, N, dtype=dtype, device=device) + 0.5, layout)
     w_type = w_dtype and getattr(torch, w_dtype) or dtype
     w, b = (torch.rand(N, device=device) + 0.5).to(w_type), torch.randn(N, device=device).to(w_type)
-    return dict(x=x, w=w, b=b if bias else None, eps=1e-5)
+    return dict(x=x, w=lay(w, w_layout), b=lay(b, w_layout) if bias else None, eps=1e-5)
 
 
 def case_of(x, w, b=None, eps=1e-5):
     case = dict(M=x.numel() // max(1, x.shape[-1]), N=x.shape[-1], bias=b is not None, layout=layout_of(x))
+    case |= {} if w.is_contiguous() else dict(w_layout=layout_of(w))
     return case if w.dtype == x.dtype else case | dict(w_dtype=str(w.dtype).removeprefix("torch."))
 
 
@@ -134,7 +132,7 @@ def _layer_norm_bwd_kernel(
 
 
 def forward(x, w, b, eps):
-    flat = unit_rows(x)
+    flat, w, b = unit_rows(x), w.contiguous(), None if b is None else b.contiguous()
     M, N = flat.shape
     y = torch.empty_like(x, memory_format=torch.contiguous_format)
     mean, rstd = (torch.empty(M, dtype=torch.float32, device=x.device) for _ in range(2))
@@ -149,7 +147,7 @@ def forward(x, w, b, eps):
 
 def backward(dy, x, w, mean, rstd, b=None):
     """dx, dw and, with a bias, db."""
-    flat, dy = unit_rows(x), unit_rows(dy)
+    flat, dy, w = unit_rows(x), unit_rows(dy), w.contiguous()
     M, N = flat.shape
     dx, *sums = (torch.empty_like(t, memory_format=torch.contiguous_format) for t in (x, w, b) if t is not None)
     if not dx.numel():
@@ -192,11 +190,7 @@ def refuses(x, w, b=None, eps=1e-5):
     for name, t in (("x", x), ("w", w), ("b", b)):
         if t is not None and t.dtype not in KERNEL_DTYPES:
             return f"{name} must be float32, float16 or bfloat16, got {t.dtype}"
-    if x.shape[-1] > MAX_N:
-        return f"x.shape[-1] must be at most {MAX_N}, the longest row one program holds, got {x.shape[-1]}"
-    if x.shape[-1] > RAGGED_N and x.shape[-1] % 16:
-        return f"x.shape[-1] must be a multiple of 16 where it is over {RAGGED_N}, got {x.shape[-1]}"
-    return None
+    return row_refused(x.shape[-1])
 
 
 def run_triton(x, w, b=None, eps=1e-5):
@@ -238,6 +232,7 @@ OP = Op(
         dict(M=9, N=96, layout="sliced"), dict(M=9, N=96, layout="transposed"), dict(M=9, N=96, layout="expanded"),
         dict(M=5, N=4112), dict(M=5, N=2050), dict(M=5, N=1030, bias=False), dict(M=0, N=64, bias=False),
         dict(M=16, N=64, w_dtype="float32"), dict(M=16, N=64, bias=False, w_dtype="float32"),
+        dict(M=5, N=48, w_layout="strided"), dict(M=5, N=48, w_layout="expanded"),
     ),
     shapes={f"{M}x{N}": dict(M=M, N=N) for M, N in ((4096, 768), (16384, 1024), (16384, 4096), (4096, 8192))},
     cost=cost,
@@ -246,8 +241,7 @@ OP = Op(
         "torch": Impl(run_torch, torch_refuses, limits=("a weight or bias of another dtype than x", "rows of one element")),
         "triton": Impl(
             run_triton, refuses, needs="triton", limits=(
-                "dtypes other than fp32, fp16, bf16", f"rows longer than {MAX_N}",
-                f"rows longer than {RAGGED_N} that are no multiple of 16",
+                "dtypes other than fp32, fp16, bf16", *ROW_LIMITS,
             ),
         ),
         "liger": Impl(run_liger, liger_refuses, needs="liger_kernel", limits=("no bias",)),

@@ -176,11 +176,12 @@ def backward(dloss, dx, dw, scale):
 def rows_forward(x, w, target, ignore_index, smoothing, softcap, need_dx, need_dw):
     """none: the upstream gradient differs by row and is not known yet; keep what the softmax is made again from."""
     walk = Walk(x, w, target, False, False)
-    loss = torch.empty(walk.M, dtype=torch.float32, device=x.device)
+    out = torch.empty(target.shape, dtype=torch.float32, device=x.device)  # no view: it may be changed in place
+    loss = out.view(-1)
     stats = torch.empty(2, walk.M, dtype=torch.float32, device=x.device)
     for cut, z in walk:
         kernels.losses(z, walk.V, walk.target[cut], ignore_index, smoothing, softcap, loss[cut], stats[:, cut])
-    return loss.view(target.shape), stats
+    return out, stats
 
 
 def rows_backward(dloss, x, w, target, stats, ignore_index, smoothing, softcap, need_dx, need_dw):

@@ -7,9 +7,7 @@ import triton.language as tl
 
 from whet.library import Fused
 from whet.op import Cost, Impl, Op, error, floating, lay, layout_of, nbytes, rows, same_device
-from whet.ops._rows import KERNEL_DTYPES, bwd_tile, column_sum, programs, tile, unit_rows
-
-MAX_N = 8192  # one program holds a whole row in registers; the backward spills at 16384
+from whet.ops._rows import KERNEL_DTYPES, ROW_LIMITS, bwd_tile, column_sum, programs, row_refused, tile, unit_rows
 
 
 def reference(x, w, eps=1e-6):
@@ -20,13 +18,15 @@ def reference(x, w, eps=1e-6):
     return (h * rstd * w.to(wide)).to(x.dtype)
 
 
-def inputs(dtype, device, M, N, layout="contiguous", w_dtype=None):
+def inputs(dtype, device, M, N, layout="contiguous", w_dtype=None, w_layout="contiguous"):
     x = lay(torch.randn(M, N, dtype=dtype, device=device), layout)
-    return dict(x=x, w=(torch.rand(N, device=device) + 0.5).to(w_dtype and getattr(torch, w_dtype) or dtype), eps=1e-6)
+    w = (torch.rand(N, device=device) + 0.5).to(w_dtype and getattr(torch, w_dtype) or dtype)
+    return dict(x=x, w=lay(w, w_layout), eps=1e-6)
 
 
 def case_of(x, w, eps=1e-6):
     case = dict(M=x.numel() // max(1, x.shape[-1]), N=x.shape[-1], layout=layout_of(x))
+    case |= {} if w.is_contiguous() else dict(w_layout=layout_of(w))
     return case if w.dtype == x.dtype else case | dict(w_dtype=str(w.dtype).removeprefix("torch."))
 
 
@@ -112,7 +112,7 @@ def _rms_norm_bwd_kernel(
 
 
 def forward(x, w, eps):
-    flat = unit_rows(x)
+    flat, w = unit_rows(x), w.contiguous()
     M, N = flat.shape
     y = torch.empty_like(x, memory_format=torch.contiguous_format)
     rstd = torch.empty(M, dtype=torch.float32, device=x.device)
@@ -125,7 +125,7 @@ def forward(x, w, eps):
 
 
 def backward(dy, x, w, rstd):
-    flat, dy = unit_rows(x), unit_rows(dy)
+    flat, dy, w = unit_rows(x), unit_rows(dy), w.contiguous()
     M, N = flat.shape
     dx = torch.empty_like(x, memory_format=torch.contiguous_format)
     dw = torch.empty_like(w, memory_format=torch.contiguous_format)
@@ -159,9 +159,7 @@ FUSED = Fused(
 def refuses(x, w, eps=1e-6):
     if x.dtype not in KERNEL_DTYPES or w.dtype not in KERNEL_DTYPES:
         return f"x and w must be float32, float16 or bfloat16, got {x.dtype} and {w.dtype}"
-    if x.shape[-1] > MAX_N:
-        return f"x.shape[-1] must be at most {MAX_N}, the longest row one program holds, got {x.shape[-1]}"
-    return single(x)
+    return row_refused(x.shape[-1]) or single(x)
 
 
 def run_triton(x, w, eps=1e-6):
@@ -202,6 +200,7 @@ OP = Op(
         dict(M=1, N=128), dict(M=7, N=100), dict(M=64, N=1024), dict(M=0, N=64), dict(M=3, N=1), dict(M=33, N=384),
         dict(M=9, N=96, layout="sliced"), dict(M=9, N=96, layout="transposed"), dict(M=9, N=96, layout="expanded"),
         dict(M=5, N=4100), dict(M=16, N=64, w_dtype="float32"),
+        dict(M=5, N=48, w_layout="strided"), dict(M=5, N=48, w_layout="expanded"),
     ),
     shapes={f"{M}x{N}": dict(M=M, N=N) for M, N in ((4096, 384), (16384, 1024), (16384, 4096), (4096, 8192))},
     cost=cost,
@@ -210,7 +209,7 @@ OP = Op(
         "torch": Impl(run_torch, torch_refuses, limits=("a weight of another dtype than x", "rows of one element")),
         "triton": Impl(
             run_triton, refuses, needs="triton",
-            limits=("dtypes other than fp32, fp16, bf16", f"rows longer than {MAX_N}", "rows of one element"),
+            limits=("dtypes other than fp32, fp16, bf16", *ROW_LIMITS, "rows of one element"),
         ),
         "liger": Impl(run_liger, needs="liger_kernel"),
     },

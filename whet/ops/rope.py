@@ -90,7 +90,9 @@ def check(q, k, cos, sin, positions=0, interleaved=False):
         return reason
     if q.dim() != 4 or k.dim() != 4:
         return f"q and k must have shape (B, H, S, D), got {tuple(q.shape)} and {tuple(k.shape)}"
-    B, _, S, D = q.shape
+    B, Hq, S, D = q.shape
+    if not Hq or not k.shape[1]:
+        return f"q and k must have at least one head, got {Hq} and {k.shape[1]}"
     if k.shape[0] != B or k.shape[2] != S or k.shape[3] != D:
         return f"k must have shape ({B}, Hk, {S}, {D}) to match q, got {tuple(k.shape)}"
     if k.dtype != q.dtype:
@@ -132,7 +134,7 @@ def cost(q, k, cos, sin, positions=0, interleaved=False):
 def _rotate_tile(
     x_ptr, cos_ptr, sin_ptr, rows_ptr, y_ptr, pid,
     stride_xb, stride_xh, stride_xs, stride_yb, stride_yh, stride_ys, stride_cp, stride_sp, stride_rb, stride_rs,
-    S, offset, sign,
+    S, P, offset, sign,
     H: tl.constexpr, HALF: tl.constexpr, TAIL: tl.constexpr,
     BLOCK_H: tl.constexpr, BLOCK_S: tl.constexpr, BLOCK_C: tl.constexpr, BLOCK_TAIL: tl.constexpr,
     INTERLEAVED: tl.constexpr,
@@ -151,10 +153,12 @@ def _rotate_tile(
 
     if rows_ptr is not None:
         row = tl.load(rows_ptr + b * stride_rb + s * stride_rs, mask=in_sequence, other=0).to(tl.int64)
+        row = tl.where(row < 0, row + P, row)  # from the end, as an index counts
+        in_table = in_table & (row >= 0) & (row < P)  # a position outside the table gives NaN, never another's memory
     else:
         row = s + offset
-    c = tl.load(cos_ptr + row * stride_cp + i, mask=in_table, other=0.0).to(tl.float32)
-    sn = tl.load(sin_ptr + row * stride_sp + i, mask=in_table, other=0.0).to(tl.float32) * sign
+    c = tl.load(cos_ptr + row * stride_cp + i, mask=in_table, other=float("nan")).to(tl.float32)
+    sn = tl.load(sin_ptr + row * stride_sp + i, mask=in_table, other=float("nan")).to(tl.float32) * sign
 
     x_ptr += b * stride_xb + h * stride_xh + s * stride_xs
     y_ptr += b * stride_yb + h * stride_yh + s * stride_ys
@@ -179,14 +183,14 @@ def _rotate_tile(
         tl.store(y_ptr + 2 * HALF + j, tl.load(x_ptr + 2 * HALF + j, mask=in_tail), mask=in_tail)
 
 
-@triton.jit(do_not_specialize=["S", "offset", "programs_q"])
+@triton.jit(do_not_specialize=["S", "P", "offset", "programs_q"])
 def _rope_kernel(
     q_ptr, k_ptr, cos_ptr, sin_ptr, rows_ptr,  # inputs; rows_ptr may be None
     q_out_ptr, k_out_ptr,  # outputs
     stride_qb, stride_qh, stride_qs, stride_kb, stride_kh, stride_ks,
     stride_qob, stride_qoh, stride_qos, stride_kob, stride_koh, stride_kos,
     stride_cp, stride_sp, stride_rb, stride_rs,
-    S, programs_q, offset, sign,
+    S, P, programs_q, offset, sign,
     Hq: tl.constexpr, Hk: tl.constexpr, HALF: tl.constexpr, TAIL: tl.constexpr,
     BLOCK_HQ: tl.constexpr, BLOCK_HK: tl.constexpr, ROWS: tl.constexpr, BLOCK_C: tl.constexpr, BLOCK_TAIL: tl.constexpr,
     INTERLEAVED: tl.constexpr,
@@ -202,13 +206,13 @@ def _rope_kernel(
         _rotate_tile(
             q_ptr, cos_ptr, sin_ptr, rows_ptr, q_out_ptr, pid,
             stride_qb, stride_qh, stride_qs, stride_qob, stride_qoh, stride_qos, stride_cp, stride_sp, stride_rb, stride_rs,
-            S, offset, sign, Hq, HALF, TAIL, BLOCK_HQ, ROWS // BLOCK_HQ, BLOCK_C, BLOCK_TAIL, INTERLEAVED,
+            S, P, offset, sign, Hq, HALF, TAIL, BLOCK_HQ, ROWS // BLOCK_HQ, BLOCK_C, BLOCK_TAIL, INTERLEAVED,
         )
     else:
         _rotate_tile(
             k_ptr, cos_ptr, sin_ptr, rows_ptr, k_out_ptr, pid - programs_q,
             stride_kb, stride_kh, stride_ks, stride_kob, stride_koh, stride_kos, stride_cp, stride_sp, stride_rb, stride_rs,
-            S, offset, sign, Hk, HALF, TAIL, BLOCK_HK, ROWS // BLOCK_HK, BLOCK_C, BLOCK_TAIL, INTERLEAVED,
+            S, P, offset, sign, Hk, HALF, TAIL, BLOCK_HK, ROWS // BLOCK_HK, BLOCK_C, BLOCK_TAIL, INTERLEAVED,
         )
 
 
@@ -259,7 +263,7 @@ def launch(q, k, cos, sin, rows, offset, interleaved, q_out, k_out, sign):
             q, k, cos, sin, rows, q_out, k_out,
             *q.stride()[:3], *k.stride()[:3], *q_out.stride()[:3], *k_out.stride()[:3], cos.stride(0), sin.stride(0),
             rows.stride(0) if rows is not None and rows.dim() == 2 else 0, rows.stride(-1) if rows is not None else 0,
-            S, programs_q, offset, sign, INTERLEAVED=interleaved, num_warps=4, **c,
+            S, cos.shape[0], programs_q, offset, sign, INTERLEAVED=interleaved, num_warps=4, **c,
         )
     return q_out, k_out
 
