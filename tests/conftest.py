@@ -1,5 +1,6 @@
 """What every test shares. Without a GPU, kernels run in Triton's interpreter: that must be said before Triton is imported."""
 
+import contextlib
 import os
 
 import torch
@@ -44,6 +45,21 @@ def own_folder(tmp_path, monkeypatch):
     """A whet.lock in the user's folder neither steers a test nor is changed by one."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.delenv("WHET_LOCK", raising=False)
+
+
+@contextlib.contextmanager
+def without(*names: str):
+    """Every op without these impls, as on a machine that lacks them. Put back whole, so that their order is as it was."""
+    kept = {op.name: dict(op.impls) for op in discover().values()}
+    for op in discover().values():
+        for name in names:
+            op.impls.pop(name, None)
+    try:
+        yield
+    finally:
+        for op in discover().values():
+            op.impls.clear()
+            op.impls.update(kept[op.name])
 
 
 def case_id(case: dict) -> str:

@@ -8,6 +8,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from conftest import without
 
 import whet
 from whet import autoselect
@@ -26,9 +27,7 @@ def measured():
     """One real selection at a small size, torch.compile left out for its time: the config, the results, what was printed."""
     config = ModelConfig(batch_size=1, max_seq_len=8, d_model=32, n_heads=2, dtype="float32")
     results, printed = {}, io.StringIO()
-    with pytest.MonkeyPatch.context() as patch, contextlib.redirect_stdout(printed):
-        for name in ("rms_norm", "rope"):
-            patch.delitem(discover()[name].impls, "compile")
+    with pytest.MonkeyPatch.context() as patch, contextlib.redirect_stdout(printed), without("compile"):
         for name in ("benchmark_rms_norm", "benchmark_rotary"):
             real = getattr(autoselect, name)
             patch.setattr(autoselect, name, lambda real=real, **sizes: results.setdefault(real.__name__, real(**sizes)))

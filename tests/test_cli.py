@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 import typer
+from conftest import without
 from rich.console import Console
 from typer.testing import CliRunner
 
@@ -64,11 +65,10 @@ def said(result) -> list[str]:
 
 
 @pytest.fixture
-def few(monkeypatch):
+def few():
     """No torch.compile of single ops: the subprocess test tries it."""
-    for op in discover().values():
-        for name in ("compile", "liger"):
-            monkeypatch.delitem(op.impls, name, raising=False)
+    with without("compile", "liger"):
+        yield
 
 
 @pytest.fixture

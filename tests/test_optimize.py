@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from conftest import without
 
 import whet.optimize
 from whet import models
@@ -26,10 +27,8 @@ OPS = {"rms_norm", "add_rms_norm", "rope", "swiglu", "linear_cross_entropy"}
 def few_candidates(patch: pytest.MonkeyPatch):
     """The tiny model, and no torch.compile of single ops: whole plans are compiled anyway."""
     patch.setitem(SIZES, "test", SMALL)
-    for op in discover().values():
-        for name in ("compile", "liger"):
-            patch.delitem(op.impls, name, raising=False)
-    yield
+    with without("compile", "liger"):
+        yield
 
 
 @pytest.fixture(scope="module")
