@@ -19,12 +19,18 @@ check: setup
 gpu-test: setup
 	$(BIN)/python -m pytest -m gpu
 
+# On a GPU: measure what README publishes, then render it.
+records: setup
+	$(BIN)/whet bench
+	$(BIN)/whet optimize tiny-llama:small --again
+	$(BIN)/whet optimize tiny-llama:small --precision tf32 --again
+	$(BIN)/python -m whet.report.readme
+
 setup: $(VENV)/.ready
 
 # A marker newer than what it was made from: setup costs nothing the second time.
 $(VENV)/.ready: pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt torch triton
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[dev]'
 	touch $@
 
