@@ -74,7 +74,7 @@ def compare(
     if not torch.cuda.is_available():
         return _compare_cpu(runs, seconds, least)
     memory = {name: peak_mib(run) for name, run in runs.items()}
-    graphs = {name: captured(run) for name, run in runs.items()} if mode == "graph" else {}
+    graphs = {name: Graph(run) for name, run in runs.items()} if mode == "graph" else {}
     once = {name: functools.partial(_once_gpu, graphs.get(name) or run, bool(graphs), flush) for name, run in runs.items()}
     first = {name: min(f()[0] for _ in range(3)) for name, f in once.items()}
     per_round = sum(max(ms, 0.05) + 0.15 for ms in first.values()) / 1e3
@@ -151,10 +151,6 @@ class Graph:
         return self.out
 
 
-def captured(run: Callable) -> Graph:
-    return Graph(run)
-
-
 def peak_mib(run: Callable) -> float | None:
     """Device memory one run adds at its highest point, results included."""
     if not torch.cuda.is_available():
@@ -182,10 +178,10 @@ def stepper(op: Op, run: Callable, args: dict, grad: bool) -> Callable:
                 return run(**leaves)
 
         return forward
-    live = [i for i, o in enumerate(as_tuple(run(**leaves))) if o.requires_grad]
-    shapes = as_tuple(run(**leaves))
-    douts = [upstream(shapes[i].detach(), i, "contiguous") for i in live]
-    del shapes
+    outs = as_tuple(run(**leaves))
+    live = [i for i, o in enumerate(outs) if o.requires_grad]
+    douts = [upstream(outs[i].detach(), i, "contiguous") for i in live]
+    del outs
 
     def step():
         outs = as_tuple(run(**leaves))
