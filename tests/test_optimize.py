@@ -12,6 +12,7 @@ from conftest import without
 
 import whet.optimize
 from whet import models
+from whet.choices import Choices
 from whet.lock import Lock
 from whet.models.tiny_llama import MODEL, SIZES, Config
 from whet.op import Impl, discover
@@ -282,3 +283,53 @@ def test_where_an_impl_cannot_be_used_the_next_fastest_verified_one_is():
     assert lock.table("graph") == {"a call": "liger", "another": "torch"}
     assert lock.table("graph", without=("liger",)) == {"a call": "torch", "another": "torch"}
     assert lock.table("eager", without=("liger",)) == {}
+
+
+class Replay:
+    """A CUDA graph's shape without a GPU: captures nothing, runs again when called."""
+
+    def __init__(self, run):
+        self.run = run
+
+    def __call__(self):
+        return self.run()
+
+
+def test_every_plan_is_tried_under_a_graph_too_and_a_compiled_one_is_built_once(monkeypatch):
+    built = []
+
+    class Counted(Runner):
+        def __init__(self, model, config, plan, *rest):
+            built.append(plan.name)
+            super().__init__(model, config, plan, *rest)
+
+    monkeypatch.setattr(whet.optimize, "Runner", Counted)
+    monkeypatch.setattr(whet.optimize, "Graph", Replay)
+    monkeypatch.setattr(torch, "compile", lambda module, **_: module)
+    trial = whet.optimize.Trial(MODEL, SMALL, "float32", 0.02)
+    trial.graphs, trial.choices = True, {mode: Choices() for mode in ("eager", "graph", "compile")}
+    todo = plans(MODEL)
+    trial.prepare_early(todo)
+    assert list(trial.ready) == ["torch.compile"]
+    results = [result for plan in todo for result in trial.run(plan)]
+    assert [r["name"] for r in results] == [n for p in todo for n in (p.name, p.name + " + CUDA graph")]
+    assert all(r["ok"] and r["ms"] > 0 and r["ready_s"] >= 0 for r in results), [r["why"] for r in results]
+    assert [r["graph"] for r in results] == [False, True] * len(todo)
+    assert {n: built.count(n) for n in built if n != BEFORE} == {
+        "eager": 1, "eager + CUDA graph": 1, "eager + choices": 1, "eager + choices + CUDA graph": 1,
+        "torch.compile": 1, "torch.compile + choices": 1,
+    }
+    assert not trial.ready
+
+
+def test_a_plan_that_cannot_be_captured_keeps_its_uncaptured_result(monkeypatch):
+    def refuse(run):
+        raise RuntimeError("operation not permitted when stream is capturing")
+
+    monkeypatch.setattr(whet.optimize, "Graph", refuse)
+    monkeypatch.setattr(torch, "compile", lambda module, **_: module)
+    trial = whet.optimize.Trial(MODEL, SMALL, "float32", 0.02)
+    trial.graphs = True
+    for plan in [p for p in plans(MODEL) if p.choices == "stock"]:
+        plain, graphed = trial.run(plan)
+        assert plain["ok"] and not graphed["ok"] and "not permitted when stream is capturing" in graphed["why"]

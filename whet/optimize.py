@@ -153,6 +153,7 @@ class Trial:
     def __init__(self, model: Model, config, precision: str, seconds: float):
         self.model, self.config, self.precision, self.seconds = model, config, precision, seconds
         self.device = "cuda" if torch.cuda.is_available() else "cpu"
+        self.graphs = self.device == "cuda"
         self.choices: dict[str, Choices] = {}
         self.ready: dict[str, tuple[dict, Runner | None, int]] = {}
         plain = model.build(config, model.plain, Choices(default="eager"))
@@ -176,7 +177,7 @@ class Trial:
         """The plan, and on a GPU the same under a CUDA graph; a compiled model is compiled once for both."""
         result, runner, origin = self.ready.pop(plan.name) if plan.name in self.ready else self.prepare(plan)
         results = [self.finish(result, runner)]
-        if self.device == "cuda":
+        if self.graphs:
             if not plan.compiled:
                 runner = None  # the two modes may choose different impls
             graphed = replace(plan, name=plan.name + " + CUDA graph", graph=True)
