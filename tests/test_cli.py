@@ -263,11 +263,27 @@ def test_a_stopped_optimize_says_which_lock_kept_its_work(monkeypatch):
     assert said(result) == ["whet: stopped; what was tuned so far is kept in my.lock, and the next run goes on from there"]
 
 
-def test_a_stopped_bench_says_that_nothing_is_kept(monkeypatch):
+def test_a_bench_stopped_before_anything_was_timed_says_so(monkeypatch):
     monkeypatch.setattr(whet.cli, "tune", interrupt)
     result = invoke("bench", "rms_norm", "--shapes", "M=8,N=32")
     assert result.exit_code == 130
-    assert said(result) == ["whet: stopped; a bench keeps nothing until it is done"]
+    assert said(result) == ["whet: stopped; nothing was timed yet, so there is nothing to keep"]
+
+
+def test_a_bench_stopped_half_way_keeps_what_was_timed(monkeypatch, few, tmp_path):
+    real = whet.cli.tune
+
+    def half(calls, *rest, **options):
+        real(calls[:1], *rest, **options)
+        rest[0].calls["another @ eager"] = {"call": {}, "mode": "eager", "candidates": {}}
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(whet.cli, "tune", half)
+    shapes = ("--shapes", "M=8,N=32", "--shapes", "M=4,N=32")
+    result = invoke("bench", "rms_norm", *shapes, "--seconds", "0.01", "--records", str(tmp_path), "--name", "half")
+    assert result.exit_code == 130 and said(result)[-1] == "whet: stopped; 1 of 2 were timed and are in the record"
+    kept = json.loads(next(tmp_path.glob("*half.json")).read_text())["measured"]
+    assert kept["stopped"] and [e["call"]["case"] for e in kept["entries"]] == [{"M": 8, "N": 32}]
 
 
 def test_ctrl_c_ends_a_real_run_and_keeps_what_is_done(tmp_path):

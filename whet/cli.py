@@ -3,6 +3,7 @@
 import contextlib
 import inspect
 import json
+import signal
 import sys
 from collections.abc import Callable, Iterator
 from dataclasses import asdict
@@ -153,6 +154,17 @@ def bench_calls(names: list[str], shapes: list[str], dtype: str, grad: bool) -> 
     return calls
 
 
+def stopped_early(work: Callable[[], object], lock: Lock) -> bool:
+    """Do the work; True if it was stopped with something already timed, which is then kept."""
+    try:
+        work()
+    except KeyboardInterrupt:
+        if not any(e.get("chosen") for e in lock.calls.values()):
+            raise
+        return True
+    return False
+
+
 @app.command()
 def bench(
     ops: Annotated[list[str] | None, typer.Argument(metavar="[OP...]", help="Ops to time (default all).")] = None,
@@ -169,20 +181,20 @@ def bench(
 
     Example: whet bench rms_norm --shapes M=64,N=128
     """
-    with plain_errors("a bench keeps nothing until it is done"):
+    with plain_errors("nothing was timed yet, so there is nothing to keep"):
         if mode not in (*measure.MODES, "both"):
             raise ValueError(f"bench: mode must be eager, graph or both, got {mode!r}")
         if mode == "graph" and "graph" not in modes_here():
             raise ValueError("bench: mode graph needs a GPU")
         modes = modes_here() if mode == "both" else (mode,)
-        lock = Lock()
+        lock, calls = Lock(), bench_calls(ops or [], shapes or [], dtype, not forward_only)
         with progress_bar(not as_json) as progress:
-            tune(bench_calls(ops or [], shapes or [], dtype, not forward_only), lock, modes, progress, seconds, bucket=False)
-        entries = list(lock.calls.values())
+            stopped = stopped_early(lambda: tune(calls, lock, modes, progress, seconds, bucket=False), lock)
+        entries = [e for e in lock.calls.values() if e.get("chosen")]
         words = ["whet bench", *(ops or []), *(f"--shapes {s}" for s in shapes or []), f"--mode {mode} --dtype {dtype}"]
         command = " ".join([*words, f"--seconds {seconds:g}", *(["--forward-only"] if forward_only else [])])
         also = {"ceilings": asdict(measure.ceilings()), "dispatch_us": measure.dispatch_us(), "note": reduced_note()}
-        made = record.make(command, {"entries": entries} | also)
+        made = record.make(command, {"entries": entries} | also | ({"stopped": True} if stopped else {}))
 
         def show():
             show_calls(entries)
@@ -190,6 +202,9 @@ def bench(
 
         default = ["bench", *(ops or ["all"]), *(shapes or []), *([] if dtype == "bfloat16" else [dtype])]
         emit(made, as_json, records, name or " ".join(default), show)
+        if stopped:
+            typer.echo(f"whet: stopped; {len(entries)} of {len(lock.calls)} were timed and are in the record", err=True)
+            raise typer.Exit(130)
 
 
 @app.command("optimize")
@@ -222,6 +237,7 @@ def optimize_command(
 
 
 def main() -> None:
+    signal.signal(signal.SIGTERM, signal.default_int_handler)  # a time limit's kill ends like Ctrl-C: what is done is kept
     app()
 
 
