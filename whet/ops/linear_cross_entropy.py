@@ -1,7 +1,8 @@
 """linear_cross_entropy: the loss of the last layer, x @ w.T and cross_entropy in one, without ever holding all logits.
 
 Fuses   the projection, the softmax and both gradients: logits live in one chunk of rows at a time.
-Moves   three matrix products, and each chunk of logits four times over; no M*V buffer. Extra memory is CHUNK_BYTES, dx and dw.
+Moves   three matrix products, and each chunk of logits four times over; no M*V buffer. Extra memory: a
+        chunk (CHUNK_BYTES, or w's size where that is more), dx and dw.
 Rounds  logits to x's dtype, as F.linear does; the softmax in fp32; its gradient, unscaled, to x's dtype. dx is rounded after
         its product and after the upstream scale. dw is summed over chunks in fp32 and rounded once, or, for bf16 weights
         whose fp32 sum would pass ACCUMULATOR_BYTES, summed in bf16 with one rounding per chunk.
@@ -22,7 +23,7 @@ from whet.ops.cross_entropy import check_options, options_of, some_options, some
 from whet.ops.cross_entropy import reference as loss_of_logits
 from whet.ops.cross_entropy import run_torch as torch_loss_of_logits
 
-CHUNK_BYTES = 224 << 20  # 2048 bf16 rows at vocabulary 50304 (four chunks of 8192), 768 at 151936: products stay large
+CHUNK_BYTES = 224 << 20  # 2048 bf16 rows at vocabulary 50304, four chunks of 8192: products stay large
 ACCUMULATOR_BYTES = 256 << 20  # an fp32 dw above this would cost more than the logits chunk
 COLUMNS = 16  # a logits row is padded to a multiple: 16-byte rows for any V, so only D % 8 != 0 leaves products misaligned
 
