@@ -198,7 +198,7 @@ WRONG = {
     "negative": ("bench rms_norm --shapes M=-8,N=8", "a shape of rms_norm is M=...,N=... or one of ['4096x384', "),
     "size": ("bench rms_norm --shapes M=8,Q=3", "a shape of rms_norm is M=...,N=... or one of ['4096x384', "),
     "missing": ("bench rope --shapes B=8", "a shape of rope is B=...,S=...,Hq=...,Hk=...,D=..."),
-    "together": ("bench rope --shapes B=1,S=8,Hq=2,Hk=2,D=7", "rope cannot run B=1,S=8,Hq=2,Hk=2,D=7: cos must have shape"),
+    "together": ("bench rope --shapes B=1,S=8,Hq=2,Hk=2,D=7", "rope: rotary_dim must be even and at least 2, got 7"),
     "layout": ("bench rms_norm --shapes M=8,N=8,layout=3", "layout must be one of"),
     "dtype": ("bench rms_norm --dtype int8", "dtype must be one of ['float32', 'float16', 'bfloat16', 'float64'], got 'int8'"),
     "mode": ("bench rms_norm --mode fast", "mode must be eager, graph or both, got 'fast'"),

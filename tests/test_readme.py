@@ -63,7 +63,10 @@ ENTRIES = [
     ),
 ]
 BEFORE = {"name": "before: plain eager", "ok": True, "why": "", "ms": 10.0, "speedup": 1.0, "samples_per_s": 800, "peak_mb": 9}
-AFTER = {"name": "eager + choices", "ok": True, "why": "", "ms": 4.0, "speedup": 2.5, "samples_per_s": 2000.0, "peak_mb": 60.0}
+AFTER = {
+    "name": "eager + choices", "ok": True, "why": "", "ms": 4.0, "before_ms": 10.0, "speedup": 2.5,
+    "samples_per_s": 2000.0, "peak_mb": 60.0,
+}
 FAILED = {"name": "torch.compile", "ok": False, "why": "grad norm is missing: the graph is cut", "share": 0.0}
 PLANS = {
     "target": "tiny-llama:tiny float32", "config": "Config(hidden=8)", "chosen": "eager + choices", "tied": False,
@@ -175,9 +178,10 @@ def test_machines_never_share_a_table(root):
 def test_plans_show_what_failed_and_why(root):
     write(root, "optimize-a.json", record(PLANS))
     text = table(root, "plans")
-    assert "| **eager + choices** | **yes, 41% of the error budget** | **4.000** | **2000** | **2.50x** | **60** |" in text
-    assert "| torch.compile | no: grad norm is missing: the graph is cut | - | - | - | - |" in text
-    assert "| before: plain eager | the baseline | 10.000 | 800 | 1.00x | 9 |" in text and "from the lock" not in text
+    chosen = ("eager + choices", "yes, 41% of the error budget", "4.000", "10.000", "2000", "2.50x", "60")
+    assert f"| {' | '.join(f'**{c}**' for c in chosen)} |" in text
+    assert "| torch.compile | no: grad norm is missing: the graph is cut | - | - | - | - | - |" in text
+    assert "| before: plain eager | the baseline | 10.000 | - | 800 | 1.00x | 9 |" in text and "from the lock" not in text
 
 
 @pytest.mark.parametrize(

@@ -175,3 +175,35 @@ def test_rank_zero_decides_and_the_others_follow(tmp_path):
     torch.multiprocessing.spawn(_rank, args=(port, str(tmp_path)), nprocs=2)
     first, second = (json.loads((tmp_path / f"{r}.json").read_text()) for r in (0, 1))
     assert first == second == {CALL.key: "torch"}
+
+
+def test_the_child_is_the_whet_that_runs_here_whatever_the_folder_holds(tmp_path, monkeypatch):
+    (tmp_path / "whet").mkdir()  # as in the parent of a clone
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("WHET_PLANT", "wrong")
+    lock = Lock()
+    tune([(CALL, 1)], lock, modes=("eager",), seconds=0.01, preload=PLANTED)
+    assert entry(lock)["candidates"]["eager"]["ok"]
+
+
+def test_nothing_is_chosen_where_no_candidate_can_run(monkeypatch):
+    monkeypatch.setattr("whet.worker.Worker.ask", lambda *_, **__: {"error": "ImportError: no module"})
+    lock = Lock()
+    with pytest.raises(ValueError, match="rms_norm: no candidate could run; eager said: ImportError"):
+        tune([(CALL, 1)], lock, modes=("eager",))
+    assert "chosen" not in entry(lock)
+
+
+def test_wrong_choices_are_refused_in_words():
+    with pytest.raises(ValueError, match="default must be None or one of"):
+        Choices(default="cuda")
+    with pytest.raises(ValueError, match="choices must be a Choices"), use("eager"):
+        pass
+
+
+@pytest.mark.parametrize("impl", ["auto", "torch"])
+def test_what_is_not_a_tensor_is_named(impl):
+    import whet.ops
+
+    with pytest.raises(ValueError, match=rf"rms_norm\[{impl}\]: w must be a tensor, got NoneType"):
+        whet.ops.rms_norm(torch.ones(2, 8), None, impl=impl)

@@ -146,7 +146,8 @@ def _say(r: dict) -> None:
     print(f"    Triton:  {shown(r['triton_ms'])}{'' if r['triton_ms'] else ' (' + r['reason'] + ')'}")
     if r["speedup"]:
         print(f"    Speedup: {r['speedup']:.2f}x")
-    print(f"    Using:   {'Triton' if r['use_triton'] else 'PyTorch (' + r['chosen'] + ')'}")
+    taken = shown(r["candidates"][r["chosen"]]["ms"])
+    print(f"    Using:   {'Triton' if r['use_triton'] else 'PyTorch (' + r['chosen'] + ')'}, {taken}")
 
 
 def _summary(config: Any) -> str:

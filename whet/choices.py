@@ -7,7 +7,7 @@ from typing import cast
 
 import torch
 
-from whet.op import Call, Op, discover, error
+from whet.op import SIMPLICITY, Call, Op, discover, error
 
 
 class Choices:
@@ -18,6 +18,8 @@ class Choices:
     """
 
     def __init__(self, table: Mapping[str, str] | None = None, default: str | None = None):
+        if default is not None and default not in SIMPLICITY:
+            raise ValueError(f"Choices: default must be None or one of {list(SIMPLICITY)}, got {default!r}")
         self.table = dict(table or {})
         self.default = default
 
@@ -59,17 +61,23 @@ def chosen(op: Op, choices: Choices) -> Callable:
             name = fallback
         return op.impls[name].run
 
-    def not_tensors(*args):
-        given = ((n, a) for (n, p), a in zip(parameters.items(), args) if required(p))
-        name, value = next((n, a) for n, a in given if not isinstance(a, torch.Tensor))
-        return error(op.name, "auto", f"{name} must be a tensor, got {type(value).__name__}")
+    def refused(*args):
+        return error(op.name, "auto", not_tensors(op, dict(zip(parameters, args))) or "arguments must be tensors")
 
     scope = dict(
         defaults={n: p.default for n, p in parameters.items()}, Tensor=torch.Tensor, fast=choices._memory(),
-        grad_enabled=torch.is_grad_enabled, is_compiling=torch.compiler.is_compiling, resolve=resolve, not_tensors=not_tensors,
+        grad_enabled=torch.is_grad_enabled, is_compiling=torch.compiler.is_compiling, resolve=resolve, refused=refused,
     )
     exec(_written_out(op), scope)
     return cast(Callable, scope[op.name])
+
+
+def not_tensors(op: Op, bound: Mapping) -> str | None:
+    """None, or the argument that must be a tensor and is not."""
+    for name, p in op.signature.parameters.items():
+        if required(p) and not isinstance(bound[name], torch.Tensor):
+            return f"{name} must be a tensor, got {type(bound[name]).__name__}"
+    return None
 
 
 def required(p: inspect.Parameter) -> bool:
@@ -91,7 +99,7 @@ def {op.name}({', '.join(given)}):
     try:
         key = ({', '.join(key)})
     except AttributeError:
-        raise not_tensors({names}) from None
+        raise refused({names}) from None
     run = fast.get(key)
     if run is None:
         if len(fast) > 4096:
@@ -153,6 +161,8 @@ class Traced(Choices):
 @contextlib.contextmanager
 def use(choices: Choices) -> Iterator[Choices]:
     """Within the block, impl="auto" asks these choices."""
+    if not isinstance(choices, Choices):
+        raise ValueError(f"use: choices must be a Choices, such as Choices(default='eager'), got {choices!r}")
     _active.append(choices)
     try:
         yield choices
@@ -182,6 +192,8 @@ def public(op: Op):
                 raise error(op.name, impl, reason)
             return run(*args, **options)
         bound = op.bind(args, options)
+        if reason := not_tensors(op, bound):
+            raise error(op.name, impl, reason)
         if reason := op.why_not(impl, bound):
             raise error(op.name, impl, reason)
         return run(*args, **options)

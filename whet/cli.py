@@ -14,8 +14,8 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
 import whet.ops  # noqa: F401  (fills the registry)
-from whet import machine, measure
-from whet.lock import Lock
+from whet import machine, measure, models
+from whet.lock import Lock, lock_path
 from whet.op import DTYPES, Call, Op, discover
 from whet.optimize import PRECISIONS, optimize
 from whet.report import record, tables
@@ -25,6 +25,8 @@ MEANING = "Sharpens PyTorch transformers: kernels proven right, measured faster,
 app = typer.Typer(no_args_is_help=True, add_completion=False, help=MEANING)
 # Nothing printed is markup: a reason such as "rope[triton]: ..." or a path must come out as it is.
 console = Console(width=None if sys.stdout.isatty() else 160, highlight=False, markup=False, emoji=False)
+
+TARGETS = [f"{m.name}:{size}" for m in models.discover().values() for size in m.sizes]
 
 Json = Annotated[bool, typer.Option("--json", help="Print JSON instead of tables (default off).")]
 Again = Annotated[bool, typer.Option(help="Measure the ceilings anew (default: from the cache).")]
@@ -172,7 +174,7 @@ def bench(
     mode: Mode = "both",
     dtype: Annotated[str, typer.Option(help=", ".join(DTYPES) + ".")] = "bfloat16",
     forward_only: Annotated[bool, typer.Option(help="Leave the backward out (default: forward + backward).")] = False,
-    seconds: Annotated[float, typer.Option(help="Measuring time per candidate, seconds.")] = 0.25,
+    seconds: Annotated[float, typer.Option(min=0.0, help="Measuring time per candidate, seconds.")] = 0.25,
     records: Records = "records",
     name: Annotated[str, typer.Option(help="Name of the record (default: bench and the ops).")] = "",
     as_json: Json = False,
@@ -209,11 +211,11 @@ def bench(
 
 @app.command("optimize")
 def optimize_command(
-    target: Annotated[str, typer.Argument(metavar="TARGET", help="A built-in model and size, such as tiny-llama:small.")],
+    target: Annotated[str, typer.Argument(metavar="TARGET", help="A built-in model and size: " + ", ".join(TARGETS) + ".")],
     precision: Annotated[str, typer.Option(help=f"{', '.join(PRECISIONS)}; only ever what is asked for.")] = "float32",
     again: Annotated[bool, typer.Option(help="Measure the plans anew even if the lock has them (default off).")] = False,
-    seconds: Annotated[float, typer.Option(help="Measuring time per plan, seconds.")] = 0.5,
-    lock: Annotated[str, typer.Option(metavar="FILE", help="The lock file.")] = "whet.lock",
+    seconds: Annotated[float, typer.Option(min=0.0, help="Measuring time per plan, seconds.")] = 0.5,
+    lock: Annotated[str | None, typer.Option(metavar="FILE", help="The lock (default $WHET_LOCK, else whet.lock).")] = None,
     records: Records = "records",
     as_json: Json = False,
 ):
@@ -221,9 +223,10 @@ def optimize_command(
 
     Example: whet optimize tiny-llama:tiny
     """
-    with plain_errors(f"what was tuned so far is kept in {lock}, and the next run goes on from there"):
+    where = lock_path(lock)
+    with plain_errors(f"what was tuned so far is kept in {where}, and the next run goes on from there"):
         with progress_bar(not as_json) as progress:
-            result = optimize(target, Lock.read(lock), precision, again, seconds, progress)
+            result = optimize(target, Lock.read(where), precision, again, seconds, progress)
         made = record.make(f"whet optimize {target} --precision {precision}", result)
 
         def show():
@@ -231,9 +234,16 @@ def optimize_command(
             console.print(tables.plans_table(result))
             speedup = f"{result['speedup']:.2f}x the plain eager model"
             console.print(f"{result['chosen']}: {speedup}, every gradient verified. {result['note']}")
-            console.print(f"lock: {lock}")
+            console.print(f"lock: {where}")
 
         emit(made, as_json, records, f"optimize {target} {precision}", show)
+
+
+@app.callback(invoke_without_command=True)
+def version(show: Annotated[bool, typer.Option("--version", is_eager=True, help="Print the version (default off).")] = False):
+    if show:
+        typer.echo(f"whet {machine.whet_version()}")
+        raise typer.Exit
 
 
 def main() -> None:

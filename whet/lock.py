@@ -14,6 +14,11 @@ from whet import machine
 FORMAT = 1
 
 
+def lock_path(path: str | Path | None = None) -> Path:
+    """Where the lock is: the path given, else $WHET_LOCK, else ./whet.lock."""
+    return Path(path or os.environ.get("WHET_LOCK", "whet.lock"))
+
+
 def say(line: str) -> None:
     print(f"whet: {line}", file=sys.stderr)
 
@@ -28,7 +33,7 @@ class Lock:
     @classmethod
     def read(cls, path: str | Path | None = None) -> "Lock":
         """The lock at path (default $WHET_LOCK, else ./whet.lock). One that cannot be read is set aside, and said."""
-        path = Path(path or os.environ.get("WHET_LOCK", "whet.lock"))
+        path = lock_path(path)
         if path.is_dir():
             raise ValueError(f"the lock must be a file, got the directory {path}")
         if not path.exists():

@@ -162,6 +162,8 @@ def _ask_verify(worker: Worker, call: Call, name: str, limit_s: float) -> dict:
 
 def _choose(lock: Lock, entry: dict, op: Op, call: Call, mode: str, worker: Worker, seconds: float, limit_s: float) -> None:
     able = [n for n, c in entry["candidates"].items() if c["ok"] and "interpreted" not in c]
+    if not able and all("refused" not in c["why"] for c in entry["candidates"].values() if not c["ok"]):
+        raise ValueError(f"{op.name}: no candidate could run; eager said: {entry['candidates']['eager']['why']}")
     if "eager" not in able:
         entry |= {"chosen": op.stock, "why": f"nothing to compare with: eager is out ({entry['candidates']['eager']['why']})"}
         lock.save()

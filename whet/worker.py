@@ -1,6 +1,6 @@
 """The child process in which candidates are tried: what crashes, hangs or poisons the GPU there costs only its candidacy.
 
-One JSON object per line each way. `python -m whet.worker [--preload FILE]` answers; `Worker` asks.
+One JSON object per line each way: `main` answers, `Worker` asks.
 """
 
 import collections
@@ -13,6 +13,7 @@ import sys
 import tempfile
 import threading
 from collections.abc import Callable
+from pathlib import Path
 
 import torch
 
@@ -40,7 +41,10 @@ class Worker:
             return
         # One compile thread: an op is two or three kernels, and a pool of compilers per child costs more than it compiles.
         env = os.environ | {"TRITON_INTERPRET": "1" if self.interpret else "0", "TORCHINDUCTOR_COMPILE_THREADS": "1"}
-        command = [sys.executable, "-m", "whet.worker", *(["--preload", self.preload] if self.preload else [])]
+        # The child imports the whet that runs here, whatever lies in the folder it is started from.
+        root = str(Path(__file__).resolve().parent.parent)
+        start = f"import sys; sys.path[0] = {root!r}; from whet.worker import main; main()"
+        command = [sys.executable, "-c", start, *(["--preload", self.preload] if self.preload else [])]
         self.errors = tempfile.TemporaryFile("w+")  # noqa: SIM115 (lives as long as the child)
         self.process = subprocess.Popen(
             command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=self.errors, env=env, text=True,
@@ -158,6 +162,3 @@ def main() -> None:
             seen.append(request["call"])
         print(json.dumps(_answer(request)), file=replies, flush=True)
 
-
-if __name__ == "__main__":
-    main()

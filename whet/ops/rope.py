@@ -16,6 +16,8 @@ def tables(P, rotary_dim, theta=10000.0, device=None):
 
     Computed in float64 and rounded once: computed in fp32 the angle at position 65535 is off by 0.0013 (rotary_dim 128).
     """
+    if rotary_dim < 2 or rotary_dim % 2:
+        raise ValueError(f"rope: rotary_dim must be even and at least 2, got {rotary_dim}")
     i = torch.arange(0, rotary_dim, 2, dtype=torch.float64, device=device)
     p = torch.arange(P, dtype=torch.float64, device=device)
     angle = torch.outer(p, theta ** (-i / rotary_dim))
@@ -25,7 +27,7 @@ def tables(P, rotary_dim, theta=10000.0, device=None):
 def reference(q, k, cos, sin, positions=0, interleaved=False):
     """Rotate q (B, Hq, S, D) and k (B, Hk, S, D): pair (a, b) becomes (a cos - b sin, b cos + a sin).
 
-    cos, sin      tables (P, R/2), see whet.ops.rope.tables; channels from R on pass through; no gradient
+    cos, sin      tables (P, R/2), from whet.ops.rope import tables; channels from R on pass through; no gradient
     positions     the table row of each token: an offset (token s takes row positions + s), or rows (S,) or (B, S)
     interleaved   pairs are (2i, 2i+1); else (i, i + R/2)
     """

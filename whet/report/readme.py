@@ -196,7 +196,8 @@ def plans(root: Path) -> str:
             timed, chosen = p.get("ms"), p["name"] == result["chosen"]
             rows.append([cell(t, chosen) for t in (p["name"], verified(p))] + [
                 cell(t, chosen) for t in (
-                    ms(timed), f"{p['samples_per_s']:.0f}" if timed else "-", f"{p['speedup']:.2f}x" if timed else "-",
+                    ms(timed), ms(p.get("before_ms")), f"{p['samples_per_s']:.0f}" if timed else "-",
+                    f"{p['speedup']:.2f}x" if timed else "-",
                     f"{p['peak_mb']:.0f}" if p.get("peak_mb") else "-",
                 )
             ])
@@ -204,7 +205,7 @@ def plans(root: Path) -> str:
         stored = " The plans were read from the lock, not measured again by this command." if result.get("from_lock") else ""
         parts += [
             f"{result['target']}, one training step; chosen: {result['chosen']}{tie}. `{result['config']}`.{stored}",
-            grid(("plan", "verified", "step, ms", "samples/s", "speed-up", "peak MB"), rows, text=2),
+            grid(("plan", "verified", "step, ms", "baseline beside it, ms", "samples/s", "speed-up", "peak MB"), rows, text=2),
             source({name: r}),
         ]
     return "\n\n".join(parts) or absent("optimize")
