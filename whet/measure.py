@@ -20,7 +20,7 @@ import torch
 from whet import machine
 from whet.choices import Choices
 from whet.op import Cost, Op, as_tuple, discover
-from whet.verify import upstream
+from whet.verify import leaf_copies, upstream
 
 FLUSH_BYTES = 256 * 2**20  # several times the largest L2 (H200: 60 MiB; MI300X: 256 MiB of Infinity Cache)
 MODES = ("eager", "graph")
@@ -167,10 +167,7 @@ def peak_mib(run: Callable) -> float | None:
 
 def stepper(op: Op, run: Callable, args: dict, grad: bool) -> Callable:
     """One forward, and with grad one backward, on leaf inputs: what is timed for an op."""
-    leaves = {k: v.detach() if isinstance(v, torch.Tensor) else v for k, v in args.items()}
-    wanted = [k for k in op.grads if leaves[k] is not None] if grad else []
-    for k in wanted:
-        leaves[k].requires_grad_()
+    leaves, wanted = leaf_copies(op, args, grad)
     sources = [leaves[k] for k in wanted]
     if not grad:
         def forward():

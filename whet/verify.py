@@ -68,12 +68,18 @@ def judge(actual: dict, eager: dict, oracle: dict, step: float | None = None) ->
     return worst
 
 
-def evaluate(op: Op, run, args: dict, grad: bool, dout_layout: str = "contiguous") -> dict[str, torch.Tensor | None]:
-    """{'output 0': y, ..., 'grad x': dx, ...} of one run on leaf copies, with a fixed random upstream gradient."""
+def leaf_copies(op: Op, args: dict, grad: bool) -> tuple[dict, list[str]]:
+    """The arguments with every tensor detached, and the names of those that now require a gradient."""
     leaves = {k: v.detach() if isinstance(v, torch.Tensor) else v for k, v in args.items()}
     wanted = [k for k in op.grads if leaves[k] is not None] if grad else []
     for k in wanted:
         leaves[k].requires_grad_()
+    return leaves, wanted
+
+
+def evaluate(op: Op, run, args: dict, grad: bool, dout_layout: str = "contiguous") -> dict[str, torch.Tensor | None]:
+    """{'output 0': y, ..., 'grad x': dx, ...} of one run on leaf copies, with a fixed random upstream gradient."""
+    leaves, wanted = leaf_copies(op, args, grad)
     outs = as_tuple(run(**leaves))
     named: dict[str, torch.Tensor | None] = {f"output {i}": o.detach() for i, o in enumerate(outs)}
     if grad:
