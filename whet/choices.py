@@ -45,7 +45,7 @@ def chosen(op: Op, choices: Choices) -> Callable:
     """One op through one Choices, as a function written out for the op's own arguments.
 
     The first call of a shape looks the impl up and checks the arguments; later ones cost one dictionary look-up. The
-    key is spelled out per argument rather than looped over: 0.6 us a call instead of 1.4 on a 2.8 GHz Xeon.
+    key is spelled out per argument rather than looped over, which halves a call.
     """
     parameters = op.signature.parameters
     absent = {name: op.unavailable(name) for name in op.impls}
