@@ -49,8 +49,9 @@ def tune(
         meanwhile()
         return _broadcast(None)
     work = Work(calls, lock, modes, progress, limit_s, preload, bucket)
-    work.verify_all(meanwhile)
-    work.measure_all(seconds)
+    with work.timer:
+        work.verify_all(meanwhile)
+        work.measure_all(seconds)
     tables = {mode: lock.table(mode) for mode in modes}
     # Liger's functions are not registered with torch.library: torch.compile breaks its graph at them, or fails.
     tables["compile"] = lock.table(modes[-1], without=("liger",))
@@ -72,6 +73,7 @@ class Work:
         for key, call in self.calls.items():
             for mode in modes:
                 self.entry(call, mode)["count"] = counts[key]
+        self.timer = Worker(preload=preload, warm=True)
         self.saving = threading.Lock()
         self.done = 0
         self.total = sum(len(self.open(call)) * (1 + len(self.ops[call.op].impls)) for call in self.calls.values())
@@ -92,6 +94,8 @@ class Work:
         todo.sort(key=lambda item: item[1] != "compile")  # the slowest first, so that none is left to one hand at the end
         queue = collections.deque(todo)
         hands = min(VERIFIERS, max(1, (os.cpu_count() or 1) // 2), len(todo))
+        if todo:
+            self.timer.start()  # ready by the time there is something to time
         threads = [threading.Thread(target=self._verify_some, args=(queue, hands > 1), daemon=True) for _ in range(hands)]
         for thread in threads:
             thread.start()
@@ -135,16 +139,15 @@ class Work:
         return _ask_verify(worker, call, name, self.limit_s)
 
     def measure_all(self, seconds: float) -> None:
-        with Worker(preload=self.preload) as worker:
-            for call in self.calls.values():
-                for mode in self.open(call):
-                    entry = self.entry(call, mode)
-                    for name, candidate in entry["candidates"].items():
-                        if mode == "graph" and candidate["ok"] and (reason := self.ops[call.op].impls[name].no_graph):
-                            candidate |= {"ok": False, "why": f"cannot be captured as a CUDA graph: {reason}"}
-                    self.progress(f"timing {call.op} {mode}", self.done, self.total)
-                    _choose(self.lock, entry, self.ops[call.op], call, mode, worker, seconds, self.limit_s)
-                    self.tick(f"timed {call.op} {mode}")
+        for call in self.calls.values():
+            for mode in self.open(call):
+                entry = self.entry(call, mode)
+                for name, candidate in entry["candidates"].items():
+                    if mode == "graph" and candidate["ok"] and (reason := self.ops[call.op].impls[name].no_graph):
+                        candidate |= {"ok": False, "why": f"cannot be captured as a CUDA graph: {reason}"}
+                self.progress(f"timing {call.op} {mode}", self.done, self.total)
+                _choose(self.lock, entry, self.ops[call.op], call, mode, self.timer, seconds, self.limit_s)
+                self.tick(f"timed {call.op} {mode}")
 
 
 def _verdict(candidate: dict) -> dict:

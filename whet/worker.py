@@ -4,6 +4,7 @@ One JSON object per line each way: `main` answers, `Worker` asks.
 """
 
 import collections
+import contextlib
 import importlib.util
 import json
 import os
@@ -30,10 +31,13 @@ class Lost(Exception):
 
 
 class Worker:
-    """A handle on one child process, started at first use and again after each loss."""
+    """A handle on one child process, started at first use and again after each loss.
 
-    def __init__(self, interpret: bool = False, preload: str | None = None):
-        self.interpret, self.preload = interpret, preload
+    warm  the child starts the GPU and the compiler before its first request, for one that is started ahead of its work
+    """
+
+    def __init__(self, interpret: bool = False, preload: str | None = None, warm: bool = False):
+        self.interpret, self.preload, self.warm = interpret, preload, warm
         self.process: subprocess.Popen | None = None
 
     def start(self) -> None:
@@ -44,7 +48,8 @@ class Worker:
         # The child imports the whet that runs here, whatever lies in the folder it is started from.
         root = str(Path(__file__).resolve().parent.parent)
         start = f"import sys; sys.path[0] = {root!r}; from whet.worker import main; main()"
-        command = [sys.executable, "-c", start, *(["--preload", self.preload] if self.preload else [])]
+        options = [*(["--preload", self.preload] if self.preload else []), *(["--warm"] if self.warm else [])]
+        command = [sys.executable, "-c", start, *options]
         self.errors = tempfile.TemporaryFile("w+")  # noqa: SIM115 (lives as long as the child)
         self.process = subprocess.Popen(
             command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=self.errors, env=env, text=True,
@@ -145,6 +150,14 @@ def _end_with_parent() -> None:
     os._exit(1)
 
 
+def _warm() -> None:
+    """What the first compiled candidate would wait for: a CUDA context, dynamo, inductor, a kernel built."""
+    with contextlib.suppress(Exception):  # whatever is wrong shows again, with a reason, at the first request
+        x = torch.ones(8, device="cuda", requires_grad=True)
+        torch.compile(lambda t: t.sin().square())(x).sum().backward()
+        torch._dynamo.reset()
+
+
 def main() -> None:
     threading.Thread(target=_end_with_parent, daemon=True).start()
     replies = os.fdopen(os.dup(1), "w")
@@ -153,6 +166,8 @@ def main() -> None:
         spec = importlib.util.spec_from_file_location("whet_preload", sys.argv[sys.argv.index("--preload") + 1])
         assert spec and spec.loader
         spec.loader.exec_module(importlib.util.module_from_spec(spec))
+    if "--warm" in sys.argv and torch.cuda.is_available():
+        _warm()
     seen: collections.deque = collections.deque(maxlen=1)
     for line in sys.stdin:
         request = json.loads(line)

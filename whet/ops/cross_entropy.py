@@ -197,7 +197,8 @@ OP = Op(
         "torch": Impl(run_torch),
         "triton": Impl(run_triton, refuses, needs="triton", limits=("dtypes other than fp32, fp16, bf16",)),
         "liger": Impl(
-            run_liger, liger_refuses, needs="liger_kernel", limits=("dtypes other than fp32, fp16, bf16", "an empty batch")
+            run_liger, liger_refuses, needs="liger_kernel", no_graph="reads the number of targets back to the host",
+            limits=("dtypes other than fp32, fp16, bf16", "an empty batch"),
         ),
     },
     dynamic=("M",),
