@@ -10,7 +10,7 @@ if not torch.cuda.is_available():
 
 import pytest  # noqa: E402
 
-from whet.op import DTYPES, Op, discover, tensors  # noqa: E402
+from whet.op import DTYPES, Op, discover, ours, tensors  # noqa: E402
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 
@@ -74,12 +74,12 @@ def meta(op: Op, case: dict, dtype: str = "float32") -> dict:
     return op.inputs(dtype=DTYPES[dtype], device="meta", **case)
 
 
-def first_case(op: Op, accept=lambda args: True) -> dict:
-    """The first case whose tensors are not empty, that its Triton impl takes, and that `accept` takes."""
-    refuses = op.impls["triton"].refuses if "triton" in op.impls else lambda **_: None
+def first_case(op: Op, accept=lambda args: True, impl: str = "triton") -> dict:
+    """The first case whose tensors are not empty, that the impl takes if the op has it, and that `accept` takes."""
+    refuses = op.impls[impl].refuses if impl in op.impls else lambda **_: None
 
     def fits(case):
-        args = meta(op, case)
+        args = meta(op, case, exact(op, impl))
         return all(t.numel() for t in tensors(args)) and refuses(**args) is None and accept(args)
 
     return next(case for case in op.cases if fits(case))
@@ -91,16 +91,16 @@ def is_ragged(args: dict) -> bool:
     return x.numel() > x.shape[-1] > 1 and any(n > 1 and n % 8 for n in x.shape)
 
 
-def ragged_case(op: Op) -> dict:
+def ragged_case(op: Op, impl: str = "triton") -> dict:
     """A case whose rows themselves are ragged where there is one, else any ragged one."""
     def rows_too(args):
         x = tensors(args)[0]
         return is_ragged(args) and x.shape[-1] % 8 and x.is_contiguous()
 
     try:
-        return first_case(op, rows_too)
+        return first_case(op, rows_too, impl)
     except StopIteration:
-        return first_case(op, is_ragged)
+        return first_case(op, is_ragged, impl)
 
 
 def every_op(accept=lambda op: True):
@@ -109,3 +109,19 @@ def every_op(accept=lambda op: True):
 
 def has_triton(op: Op) -> bool:
     return "triton" in op.impls
+
+
+def takes(op: Op, impl: str, case: dict, dtype: str = "float32") -> bool:
+    return op.impls[impl].refuses(**meta(op, case, dtype)) is None
+
+
+def exact(op: Op, impl: str) -> str:
+    """The dtype to test a kernel in: float32, where errors show best, or bfloat16 if it takes that alone."""
+    alone = impl in op.impls and not any(takes(op, impl, case) for case in op.cases)
+    return "bfloat16" if alone and any(takes(op, impl, case, "bfloat16") for case in op.cases) else "float32"
+
+
+def every_kernel() -> list:
+    """Each op with each kernel of whet's own."""
+    kernels = [(op, impl) for op in discover().values() for impl in filter(ours, op.impls)]
+    return [pytest.param(op, impl, id=op.name if impl == "triton" else f"{op.name}-{impl}") for op, impl in kernels]

@@ -88,6 +88,24 @@ def test_planted_spills_and_errors_are_found_and_a_stated_reason_excuses_spills(
     assert broken["problem"].startswith("does not compile") and "undefined_name" in broken["problem"]
 
 
+TILED = '''
+from dataclasses import replace
+from whet.ahead import launches
+from whet.op import discover
+
+op = discover()["rms_norm"]
+plain = op.impls["triton"]
+op.impls["triton"] = replace(plain, run=lambda x, w, eps, tile="": plain.run(x[:1] if tile else x, w, eps))
+both = (launches(op, name, dict(M=8, N=32), "float32") for name in ("triton", "triton@one"))
+print([(seen[0].impl, seen[0].args[0].shape[0]) for seen in both])
+'''
+
+
+def test_launches_of_a_tile_are_recorded_under_its_name(tmp_path):
+    (tmp_path / "tiled.py").write_text(TILED)
+    assert child(str(tmp_path / "tiled.py")).stdout.splitlines()[-1] == "[('triton', 8), ('triton@one', 1)]"
+
+
 def test_interpreter_mode_is_refused_with_the_reason():
     done = child("-m", "whet.ahead", interpret="1")
     assert done.returncode == 2 and "TRITON_INTERPRET must be off" in done.stdout

@@ -37,18 +37,20 @@ def measured():
 
 
 @pytest.fixture
-def fake(monkeypatch):
-    """A tuner that answers at once: Triton right and 4 times as fast. What it was asked is kept."""
+def fake(monkeypatch, request):
+    """A tuner that answers at once: Triton right and 4 times as fast, or its tile faster yet. What it was asked is kept."""
     asked = []
 
     def tune(calls, lock, modes, bucket):
         assert not bucket, "the sizes asked for are those timed"
         for call, _ in calls:
             asked.append(call)
-            times = {"eager": 8.0, "torch": 4.0, "triton": 1.0}
+            times = {"eager": 8.0, "torch": 4.0, "triton": 1.0} | tile
             timed = {name: {"ok": True, "share": 0.1, "why": "", "ms": ms} for name, ms in times.items()}
-            lock.calls[f"{call.key} @ {modes[0]}"] = {"candidates": timed, "chosen": "triton", "why": "fastest of the verified"}
+            lock.calls[f"{call.key} @ {modes[0]}"] = {"candidates": timed, "chosen": chosen, "why": "fastest of the verified"}
 
+    tile = getattr(request, "param", {})
+    chosen = next(iter(tile), "triton")
     monkeypatch.setattr(autoselect, "tune", tune)
     return asked
 
@@ -207,3 +209,9 @@ def test_the_calls_are_exported():
         assert getattr(whet, name) is getattr(autoselect, name) and name in whet.__all__
     with pytest.raises(AttributeError, match="module 'whet' has no attribute 'nonsense'; it has "):
         getattr(whet, "non" + "sense")
+
+
+@pytest.mark.parametrize("fake", [{"triton@8x8": 0.5}], indirect=True)
+def test_a_tile_of_the_kernel_is_the_kernel(fake):
+    found = autoselect.benchmark_rms_norm(2, 8, 32)
+    assert found["use_triton"] and found["chosen"] == "triton@8x8" and found["triton_ms"] == 0.5 and found["speedup"] == 8.0

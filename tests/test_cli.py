@@ -173,6 +173,54 @@ def test_a_call_is_named_by_every_size_and_option_it_has():
     assert tables.entry_id(entry) == "rope M=0 N=1 interleaved kind=packed float16"
 
 
+def test_an_impl_has_one_line_with_the_best_of_its_tiles(capsys, monkeypatch):
+    def timed(ms: float, **more) -> dict:
+        return {"ok": True, "share": 0.5, "why": "", "ms": ms, "low": ms, "high": ms, "samples": 9} | more
+
+    candidates = {
+        "eager": {"ok": False, "share": 0.0, "why": "refused: the scores do not fit"}, "torch": timed(4.0),
+        "triton": timed(2.0), "triton@a": timed(1.0, proved="rope B=1 float16 fwd"), "triton@b": timed(3.0),
+    }
+    call = dict(op="rope", case={"B": 2}, dtype="float16", grad=True)
+    made = {"call": call, "mode": "graph", "count": 1, "chosen": "triton@a", "rival": "torch", "vs_rival": 4.0}
+    made |= {"candidates": candidates, "floor_ms": 0.5, "bound": "compute", "flops": 6e11}
+    screen = io.StringIO()
+    monkeypatch.setattr(whet.cli, "console", Console(file=screen, width=200, markup=False))
+    whet.cli.show_calls([made])
+    text = re.sub(r"[ │]+", " ", screen.getvalue())
+    assert "triton@a 1.000 0.0100 50% compute, 600 TFLOP/s 0.50 * - - chosen, 4.00x torch, best of 3 tiles" in text
+    assert "torch 4.000 0.0400 12% compute, 150 TFLOP/s 0.50 - -" in text
+    assert "triton@b" not in text and " triton 2.000" not in text
+    assert "* rope B=2 float16 was timed as it stands and verified as rope B=1 float16 fwd: " in text
+    assert "not a candidate: eager for rope: refused: the scores do not fit" in text
+
+
+def shapes_of(*asked: str) -> list[str]:
+    op = discover()["rms_norm"]
+    names = {str(case): name for name, case in op.shapes.items()}
+    return [names[str(call.case)] for call, _ in whet.cli.bench_calls(["rms_norm"], list(asked), "bfloat16", True)]
+
+
+def test_shapes_are_picked_by_name_or_part_of_it_each_once():
+    assert shapes_of("4096x384") == ["4096x384"] and shapes_of() == list(discover()["rms_norm"].shapes)
+    assert shapes_of("16384x", "16384x4096", "x1024") == ["16384x1024", "16384x4096"]
+
+
+def test_a_forward_bench_has_a_record_of_its_own(monkeypatch):
+    monkeypatch.setattr(whet.cli, "tune", lambda *_, **__: None)
+    for options in ((), ("--forward-only",)):
+        assert invoke("bench", "rms_norm", "--shapes", "4096x384", *options).exit_code == 0
+    names = sorted(p.stem.removeprefix("cpu-") for p in Path("records").iterdir())
+    assert names == ["bench-rms-norm-4096x384", "bench-rms-norm-4096x384-forward"]
+
+
+def test_the_command_in_a_record_can_be_typed_again(monkeypatch):
+    monkeypatch.setattr(whet.cli, "tune", lambda *_, **__: None)
+    monkeypatch.setitem(discover()["rms_norm"].shapes, "mid (10k, 1k)", {"M": 8, "N": 32})
+    made = json.loads(invoke("bench", "rms_norm", "--shapes", "mid (10k", "--json").stdout)
+    assert shlex.split(made["command"])[:5] == ["whet", "bench", "rms_norm", "--shapes", "mid (10k"]
+
+
 def test_plans_that_were_never_timed_have_a_line_too():
     screen = io.StringIO()
     before = {"name": "before", "ok": True, "why": "", "speedup": 1.0}
@@ -194,6 +242,7 @@ def test_optimize_json_is_a_record_and_options_reach_it(planted):
 
 WRONG = {
     "op": ("bench nope", "unknown op 'nope'; there are add_rms_norm, "),
+    "no-shape": ("bench rms_norm --shapes ''", "a shape of rms_norm is M=...,N=... or one of ['4096x384', "),
     "shape": ("bench rms_norm --shapes tall", "a shape of rms_norm is M=...,N=... or one of ['4096x384', "),
     "negative": ("bench rms_norm --shapes M=-8,N=8", "a shape of rms_norm is M=...,N=... or one of ['4096x384', "),
     "size": ("bench rms_norm --shapes M=8,Q=3", "a shape of rms_norm is M=...,N=... or one of ['4096x384', "),

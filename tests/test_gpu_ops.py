@@ -2,18 +2,18 @@
 
 import pytest
 import torch
-from conftest import every_op, has_triton
+from conftest import every_kernel, takes
 from test_registered import assert_same_bits, gradients, kernel_of, replay_with_new_values
 
-from whet.op import as_tuple, discover, tensors
+from whet.op import as_tuple, discover, ours, tensors
 from whet.verify import judge, verify_case, widen
 
 pytestmark = pytest.mark.gpu
 
 BENCH = [
-    pytest.param(op, case, id=f"{op.name}-{name}")
-    for op in discover().values() if has_triton(op)
-    for name, case in op.shapes.items()
+    pytest.param(op, impl, case, id=f"{op.name}-{impl}-{name}")
+    for op in discover().values() for impl in filter(ours, op.impls)
+    for name, case in op.shapes.items() if takes(op, impl, case, "bfloat16")
 ]
 ROWS = 3  # compared at either end of a tensor too large for the oracle
 
@@ -35,15 +35,19 @@ def impls_at_bench_shapes():
 @pytest.mark.parametrize("op, impl, case", impls_at_bench_shapes())
 def test_impl_is_right_at_its_bench_shapes(op, impl, case, device):
     try:
-        verdict = verify_case(op, impl, case, "bfloat16", device)
+        verdict = verify_case(op, impl, op.proof(case), "bfloat16", device)
     except torch.OutOfMemoryError as e:
         pytest.skip(f"the float64 oracle does not fit this GPU: {str(e).splitlines()[0]}")
     assert verdict.ok or verdict.why.startswith("refused: "), verdict.why
 
 
-def past_int32(op) -> dict:
-    """The op's narrowest bench shape with its first dynamic size grown until the first tensor passes 2^31 elements."""
-    case = min(op.shapes.values(), key=lambda c: tensors(op.inputs(dtype=torch.bfloat16, device="meta", **c))[0].numel())
+def shapes_of(op, impl) -> list[dict]:
+    return [case for case in op.shapes.values() if takes(op, impl, case, "bfloat16")]
+
+
+def past_int32(op, impl) -> dict:
+    """The narrowest bench shape of a kernel, its first dynamic size grown until the first tensor passes 2^31 elements."""
+    case = min(shapes_of(op, impl), key=lambda c: tensors(op.inputs(dtype=torch.bfloat16, device="meta", **c))[0].numel())
     size = op.dynamic[0]
     x = tensors(op.inputs(dtype=torch.bfloat16, device="meta", **case))[0]
     return case | {size: (2**31 + 2**20) // (x.numel() // case[size]) + 1}  # int32 offsets wrap well before the last rows
@@ -63,13 +67,13 @@ def results(op, function, args, douts):
     return {f"output {i}": o.detach() for i, o in enumerate(outs)} | {f"grad {k}": g for k, g in zip(names, grads)}
 
 
-@pytest.mark.parametrize("op", every_op(has_triton))
-def test_tensors_past_two_to_the_31_elements(op, device):
+@pytest.mark.parametrize("op, impl", every_kernel())
+def test_tensors_past_two_to_the_31_elements(op, impl, device):
     """Upstream gradients are zero but for the last rows, so every gradient is that of the reference on those rows."""
     needed, free = 72 << 30, torch.cuda.mem_get_info()[0]
     if free < needed:
         pytest.skip(f"needs {needed >> 30} GiB of GPU memory, {free >> 30} are free")
-    args = op.inputs(dtype=torch.bfloat16, device=device, **past_int32(op))
+    args = op.inputs(dtype=torch.bfloat16, device=device, **past_int32(op, impl))
     if "reduction" in args:
         args["reduction"] = "none"  # a result per row, so that rows can be compared
     length, last = tensors(args)[0].shape[0], slice(-ROWS, None)
@@ -77,10 +81,10 @@ def test_tensors_past_two_to_the_31_elements(op, device):
     few = {k: ends(v, length, last) for k, v in args.items()}
     small = [torch.randn_like(o) for o in as_tuple(op.reference(**few))]
     with torch.no_grad():
-        whole = [torch.zeros_like(o) for o in as_tuple(kernel_of(op)(**args))]
+        whole = [torch.zeros_like(o) for o in as_tuple(kernel_of(op, impl)(**args))]
     for d, s in zip(whole, small):
         d[last] = s
-    actual = results(op, kernel_of(op), args, whole)
+    actual = results(op, kernel_of(op, impl), args, whole)
     for g in (g for k, g in actual.items() if k.startswith("grad") and g.shape[0] == length):
         assert not g[:ROWS].any(), "a row without an upstream gradient received one"
     actual = {k: ends(v, length, last) for k, v in actual.items()}
@@ -89,22 +93,22 @@ def test_tensors_past_two_to_the_31_elements(op, device):
     assert verdict.ok, verdict.why
 
 
-@pytest.mark.parametrize("op, case", BENCH)
-def test_graph_of_forward_and_backward_replays_with_new_values(op, case, device):
-    assert_same_bits(*replay_with_new_values(op, case, device))
+@pytest.mark.parametrize("op, impl, case", BENCH)
+def test_graph_of_forward_and_backward_replays_with_new_values(op, impl, case, device):
+    assert_same_bits(*replay_with_new_values(op, impl, case, device))
 
 
-@pytest.mark.parametrize("op, case", BENCH)
-def test_five_runs_give_the_same_bits(op, case, device):
+@pytest.mark.parametrize("op, impl, case", BENCH)
+def test_five_runs_give_the_same_bits(op, impl, case, device):
     args = op.inputs(dtype=torch.bfloat16, device=device, **case)
-    first = gradients(op, kernel_of(op), args)
+    first = gradients(op, kernel_of(op, impl), args)
     for _ in range(4):
-        assert_same_bits(first, gradients(op, kernel_of(op), args))
+        assert_same_bits(first, gradients(op, kernel_of(op, impl), args))
 
 
-@pytest.mark.parametrize("op", every_op(has_triton))
-def test_inductor_fullgraph_at_a_bench_shape_gives_the_eager_bits(op, device):
+@pytest.mark.parametrize("op, impl", every_kernel())
+def test_inductor_fullgraph_at_a_bench_shape_gives_the_eager_bits(op, impl, device):
     torch._dynamo.reset()
-    args = op.inputs(dtype=torch.bfloat16, device=device, **next(iter(op.shapes.values())))
-    compiled = torch.compile(kernel_of(op), fullgraph=True, dynamic=False)
-    assert_same_bits(gradients(op, compiled, args), gradients(op, kernel_of(op), args))
+    args = op.inputs(dtype=torch.bfloat16, device=device, **shapes_of(op, impl)[0])
+    compiled = torch.compile(kernel_of(op, impl), fullgraph=True, dynamic=False)
+    assert_same_bits(gradients(op, compiled, args), gradients(op, kernel_of(op, impl), args))

@@ -13,7 +13,7 @@ ORDER = [
     "machine", "library", "op", "lock", "choices", "ops", "ahead", "verify", "measure", "worker", "tune", "models", "report",
     "optimize", "autoselect", "cli",
 ]
-FILE_LINES, FUNCTION_LINES, PACKAGE_LINES = 400, 50, 8000
+FILE_LINES, FUNCTION_LINES, PACKAGE_LINES = 400, 50, 12000
 
 
 def tracked() -> list[Path]:
@@ -53,7 +53,7 @@ def imported(tree: ast.Module) -> list[str]:
 
 
 def jitted(node: ast.FunctionDef) -> bool:
-    return any(ast.unparse(d).startswith("triton.jit") for d in node.decorator_list)
+    return any(ast.unparse(d).startswith(("triton.jit", "gluon.jit")) for d in node.decorator_list)
 
 
 def functions(path: Path) -> list[ast.FunctionDef]:

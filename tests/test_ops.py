@@ -5,7 +5,19 @@ import re
 
 import pytest
 import torch
-from conftest import DEVICE, case_id, every_op, first_case, has_triton, is_ragged, meta, ragged_case
+from conftest import (
+    DEVICE,
+    case_id,
+    every_kernel,
+    every_op,
+    exact,
+    first_case,
+    has_triton,
+    is_ragged,
+    meta,
+    ragged_case,
+    takes,
+)
 
 import whet.ops
 from whet.op import DTYPES, LAYOUTS, accepts, as_tuple, discover, nbytes, tensors
@@ -36,22 +48,22 @@ def test_impl_is_right_or_says_why_not(op, impl, case, dtype, device):
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
-@pytest.mark.parametrize("op", every_op(has_triton))
-def test_upstream_gradient_may_have_any_layout(op, layout, device):
-    verdict = verify_case(op, "triton", ragged_case(op), "float32", device, dout_layout=layout)
+@pytest.mark.parametrize("op, impl", every_kernel())
+def test_upstream_gradient_may_have_any_layout(op, impl, layout, device):
+    verdict = verify_case(op, impl, ragged_case(op, impl), exact(op, impl), device, dout_layout=layout)
     assert verdict.ok, verdict.why
 
 
-@pytest.mark.parametrize("op", every_op(has_triton))
-def test_gradient_of_a_sum_has_stride_zero_and_is_right(op, device):
-    args = op.inputs(dtype=torch.float32, device=device, **ragged_case(op))
+@pytest.mark.parametrize("op, impl", every_kernel())
+def test_gradient_of_a_sum_has_stride_zero_and_is_right(op, impl, device):
+    args = op.inputs(dtype=DTYPES[exact(op, impl)], device=device, **ragged_case(op, impl))
 
     def grads_of_sum(upstream):
         leaves = {k: v.detach().requires_grad_(k in op.grads) if isinstance(v, torch.Tensor) else v for k, v in args.items()}
-        outs = as_tuple(op.impls["triton"].run(**leaves))
+        outs = as_tuple(op.impls[impl].run(**leaves))
         return torch.autograd.grad(outs, [leaves[k] for k in op.grads if leaves[k] is not None], [upstream(o) for o in outs])
 
-    expanded = grads_of_sum(lambda o: torch.ones((), device=device).expand(o.shape))
+    expanded = grads_of_sum(lambda o: torch.ones((), dtype=o.dtype, device=device).expand(o.shape))
     for a, b in zip(expanded, grads_of_sum(torch.ones_like)):
         assert torch.equal(a, b)
 
@@ -168,11 +180,11 @@ def test_wrong_dtype_names_the_argument_and_both_dtypes(op, impl, device):
             getattr(whet.ops, op.name)(**wrong, impl=impl)
 
 
-@pytest.mark.parametrize("op", every_op(has_triton))
-def test_float64_is_refused_by_the_kernel_and_taken_by_eager(op, device):
-    args = op.inputs(dtype=torch.float64, device=device, **first_case(op))
-    with pytest.raises(ValueError, match=rf"^{op.name}\[triton\]: .*got .*float64"):
-        getattr(whet.ops, op.name)(**args, impl="triton")
+@pytest.mark.parametrize("op, impl", every_kernel())
+def test_float64_is_refused_by_the_kernel_and_taken_by_eager(op, impl, device):
+    args = op.inputs(dtype=torch.float64, device=device, **first_case(op, impl=impl))
+    with pytest.raises(ValueError, match=rf"^{op.name}\[{impl}\]: .*got .*float64"):
+        getattr(whet.ops, op.name)(**args, impl=impl)
     assert as_tuple(getattr(whet.ops, op.name)(**args, impl="eager"))[0].isfinite().all()
 
 
@@ -185,10 +197,12 @@ def test_auto_without_a_lock_is_the_stock_impl(op, device):
     assert all(torch.equal(auto[k], named[k]) for k in named if named[k] is not None)
 
 
-@pytest.mark.parametrize("op", every_op(has_triton))
-def test_kernel_is_right_at_every_bench_shape_cut_to_tiny(op, device):
-    for case in op.shapes.values():
+@pytest.mark.parametrize("op, impl", every_kernel())
+def test_kernel_is_right_at_every_bench_shape_cut_to_tiny(op, impl, device):
+    shapes = [case for case in op.shapes.values() if takes(op, impl, case, "bfloat16")]
+    assert shapes, "the kernel takes none of them"
+    for case in shapes:
         small = case | {k: min(v, case[k]) for k, v in op.tiny.items() if k in case}
         args = op.inputs(dtype=torch.bfloat16, device=device, **small)
-        verdict = verify(op, op.impls["triton"], args)
+        verdict = verify(op, op.impls[impl], args)
         assert verdict.ok, f"{small}: {verdict.why}"

@@ -18,7 +18,7 @@ import whet
 from whet import choices
 from whet.autoselect import ModelConfig
 from whet.cli import app
-from whet.op import SIMPLICITY, Op, discover
+from whet.op import SIMPLICITY, Impl, Op, discover
 from whet.report import readme
 from whet.verify import verify_case
 
@@ -37,7 +37,8 @@ def timing(ms: float | None, ok: bool = True, why: str = "", mib: float = 7.0) -
     return made | {"ms": ms, "low": ms, "high": ms, "samples": 9, "host_us": None, "peak_mib": mib} if ms else made
 
 
-def entry(op: str, case: dict, mode: str, chosen: str, **candidates) -> dict:
+def entry(op: str, case: dict, mode: str, chosen: str, named: dict | None = None, **candidates) -> dict:
+    candidates |= named or {}
     return {
         "call": {"op": op, "case": case, "dtype": "bfloat16", "grad": True}, "mode": mode, "candidates": candidates, "count": 1,
         "floor_ms": 0.5, "bound": "memory", "chosen": chosen,
@@ -151,6 +152,53 @@ def test_bench_rows_show_the_chosen_its_rivals_the_roofline_and_the_reasons(root
     assert "| rms_norm | M=3 N=5 | graph |" in text
     assert "| linear_cross_entropy | M=8 D=16 V=32 | 900 | - | 80 | - | - |" in text
     assert "- not a candidate: liger for linear_cross_entropy: no | way" in text
+
+
+LONG = {"B": 1, "L": 9}
+TILED = entry(
+    "attention", LONG, "graph", "triton_fused_bwd@b", eager=timing(None, False, "refused: too large"), torch=timing(4.0),
+    sdpa_flash=timing(2.0), triton=timing(3.0), triton_fused_bwd=timing(1.2), named={
+        "triton@a": timing(2.5), "triton@b": timing(None, False, "too much shared memory"),
+        "triton@c": timing(None, False, "too much shared memory"),
+        "triton_fused_bwd@a": timing(0.99), "triton_fused_bwd@b": timing(1.0, mib=3.0) | {"proved": "attention B=1 L=3"},
+    },
+) | {"bound": "compute", "flops": 7e11}
+
+
+def test_an_op_with_other_impls_has_a_table_of_its_own_with_the_best_tile_of_each(root):
+    write(root, "bench-a.json", record({"entries": [TILED, *ENTRIES]}))
+    text = table(root, "bench")
+    assert "| op | shape | mode | torch | sdpa_flash | triton | triton_fused_bwd | chosen | vs best other |" in text
+    times = "4.000 | 2.000 | 2.500 | **1.000** | triton_fused_bwd@b | 2.00x | 50% compute, 700 TFLOP/s |"
+    assert f"| attention | B=1 L=9 * | graph | {times}" in text
+    assert "| op | shape | mode | eager | torch | compile | liger | triton | chosen |" in text
+    assert text.count("| rms_norm |") == 3 and text.index("| rms_norm |") > text.index("| attention |")
+
+
+def test_what_was_verified_smaller_and_what_was_left_out_is_said_once(root):
+    write(root, "bench-a.json", record({"entries": [TILED, TILED | {"mode": "eager"}, *ENTRIES]}))
+    text = table(root, "bench")
+    assert text.count("- \\* attention B=1 L=9 was timed as it stands and verified as attention B=1 L=3: the float64 ") == 1
+    assert "- not a candidate: triton@b, triton@c for attention: too much shared memory" in text
+    assert text.count("not a candidate: eager for attention: refused: too large") == 1
+
+
+def test_every_kernel_of_whets_own_counts_as_whets(root):
+    write(root, "bench-a.json", record({"entries": [TILED]}))
+    assert "| attention | 1 | 2.00x | 2.00x | - | - | 1 of 1 |" in table(root, "summary")
+
+
+def test_extra_memory_is_that_of_the_tile_shown(root, monkeypatch):
+    monkeypatch.setattr(readme, "MEMORY", ("attention",))
+    write(root, "bench-a.json", record({"entries": [TILED]}))
+    assert "| attention | B=1 L=9 | 7 | 7 | 7 | 3 |" in table(root, "bench")
+
+
+def test_the_ops_page_knows_every_impl_and_says_what_it_implies_and_that_it_has_tiles():
+    assert set(readme.IMPLS) == set(SIMPLICITY)
+    notes = readme.impl_notes("triton_fp8", Impl(print, implies={"precision": "fp8"}, tiles=lambda **_: ("a",)))
+    assert notes[0] == "`impl=\"triton_fp8\"` sets `precision='fp8'` unless it is given." and "`triton_fp8@<tile>`" in notes[1]
+    assert readme.impl_notes("triton", Impl(print)) == []
 
 
 def test_summary_is_the_geometric_mean_and_the_worst_per_mode(root):

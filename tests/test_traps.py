@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from conftest import DEVICE, every_op, first_case, has_triton
+from conftest import DEVICE, every_kernel, every_op, exact, first_case, has_triton
 
 import whet.ops
 from whet.op import DTYPES, as_tuple
@@ -10,9 +10,9 @@ from whet.ops.rope import tables
 from whet.verify import compare
 
 
-def leaves(op, dtype="float32"):
-    """The arguments of the op's first plain case, its differentiable ones as leaves."""
-    args = op.inputs(dtype=DTYPES[dtype], device=DEVICE, **first_case(op))
+def leaves(op, dtype=None, impl="triton"):
+    """The arguments of the first plain case that the impl takes, the differentiable ones as leaves."""
+    args = op.inputs(dtype=DTYPES[dtype or exact(op, impl)], device=DEVICE, **first_case(op, impl=impl))
     return {k: v.detach().requires_grad_() if k in op.grads and v is not None else v for k, v in args.items()}
 
 
@@ -28,32 +28,32 @@ class Severs(torch.autograd.Function):
         return None
 
 
-@pytest.mark.parametrize("op", every_op(has_triton))
-def test_a_gradient_penalty_raises_rather_than_losing_its_gradient(op):
-    args = leaves(op)
-    out = as_tuple(getattr(whet.ops, op.name)(**args, impl="triton"))[0].sum()
+@pytest.mark.parametrize("op, impl", every_kernel())
+def test_a_gradient_penalty_raises_rather_than_losing_its_gradient(op, impl):
+    args = leaves(op, impl=impl)
+    out = as_tuple(getattr(whet.ops, op.name)(**args, impl=impl))[0].sum()
     grads = torch.autograd.grad(out, [args[k] for k in op.grads if args[k] is not None], create_graph=True, allow_unused=True)
     penalty = sum(g.square().sum() for g in grads if g is not None)
     with pytest.raises(RuntimeError, match=rf"{op.name}\w*\[triton\]: double backward is not supported"):
         (out + penalty).backward()
 
 
-@pytest.mark.parametrize("op", every_op(has_triton))
-def test_forward_mode_differentiation_raises_rather_than_giving_zeros(op):
-    args = {k: v.detach() if isinstance(v, torch.Tensor) else v for k, v in leaves(op).items()}
+@pytest.mark.parametrize("op, impl", every_kernel())
+def test_forward_mode_differentiation_raises_rather_than_giving_zeros(op, impl):
+    args = {k: v.detach() if isinstance(v, torch.Tensor) else v for k, v in leaves(op, impl=impl).items()}
     name = op.grads[0]
 
     def run(x):
-        return as_tuple(getattr(whet.ops, op.name)(**(args | {name: x}), impl="triton"))[0]
+        return as_tuple(getattr(whet.ops, op.name)(**(args | {name: x}), impl=impl))[0]
 
     with pytest.raises(RuntimeError, match=r"\[triton\]: forward-mode"):
         torch.func.jvp(run, (args[name],), (torch.ones_like(args[name]),))
 
 
-@pytest.mark.parametrize("op", every_op(has_triton))
-def test_a_severed_consumer_gives_no_gradient_and_no_crash(op):
-    args = leaves(op)
-    out = as_tuple(getattr(whet.ops, op.name)(**args, impl="triton"))[0]
+@pytest.mark.parametrize("op, impl", every_kernel())
+def test_a_severed_consumer_gives_no_gradient_and_no_crash(op, impl):
+    args = leaves(op, impl=impl)
+    out = as_tuple(getattr(whet.ops, op.name)(**args, impl=impl))[0]
     Severs.apply(out).sum().backward()
     assert all(args[k] is None or args[k].grad is None or not args[k].grad.any() for k in op.grads)
 

@@ -14,7 +14,7 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Iterator
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from unittest import mock
 
@@ -23,14 +23,17 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.backends.nvidia.compiler import get_ptxas, sm_arch_from_capability
 from triton.compiler import ASTSource, make_backend
+from triton.experimental.gluon._runtime import GluonASTSource
 from triton.runtime.jit import JITFunction, create_function_from_signature
 
+from whet import machine
 from whet.op import DTYPES, Op, as_tuple, discover
 
 TARGETS = {
     "sm_90": GPUTarget("cuda", 90, 32), "sm_80": GPUTarget("cuda", 80, 32),
     "sm_100": GPUTarget("cuda", 100, 32), "gfx942": GPUTarget("hip", "gfx942", 64),
 }
+CAPABILITY = {"sm_90": (9, 0), "sm_80": (8, 0), "sm_100": (10, 0), "gfx942": None}
 SHARED_LIMIT = {"sm_80": 166912, "sm_90": 232448, "sm_100": 232448, "gfx942": 65536}  # bytes one program may take
 
 
@@ -95,20 +98,29 @@ def recorded() -> Iterator[list[tuple]]:
         yield seen
 
 
-def launches(op: Op, impl: str, case: dict, dtype: str) -> list[Launch]:
+def launches(op: Op, impl: str, case: dict, dtype: str, target: str = "sm_90") -> list[Launch]:
     """Every launch of a case's forward and backward, with all its outputs used and with each alone. Nothing is computed."""
     args = op.inputs(dtype=DTYPES[dtype], device="meta", **case)
     leaves = [args[k].requires_grad_() for k in op.grads if args[k] is not None]
-    with recorded() as seen:
-        if op.impls[impl].refuses(**args):
+    with recorded() as seen, pretended(target):
+        candidate = op.candidate(impl)
+        if candidate.refuses(**args):
             return []
-        outs = [o for o in as_tuple(op.impls[impl].run(**args)) if o.requires_grad]
+        outs = [o for o in as_tuple(candidate.run(**args)) if o.requires_grad]
         for used in [outs, *([o] for o in outs)] if len(outs) > 1 else [outs]:
             torch.autograd.grad(used, leaves, [torch.empty_like(o) for o in used], allow_unused=True, retain_graph=True)
         with torch.no_grad():
-            op.impls[impl].run(**args)
+            candidate.run(**args)
     name = " ".join(f"{k}={v}" for k, v in case.items())
     return [Launch(op.name, impl, name, dtype, fn, a, options) for fn, a, options in seen]
+
+
+@contextlib.contextmanager
+def pretended(target: str) -> Iterator[None]:
+    """Within the block this machine has the target's compute capability, by which launchers choose among kernels."""
+    there = replace(machine.this_machine(), capability=CAPABILITY[target])
+    with mock.patch.object(machine, "this_machine", lambda: there):
+        yield
 
 
 def specialise(launch: Launch, target: GPUTarget) -> tuple[ASTSource, dict]:
@@ -117,7 +129,8 @@ def specialise(launch: Launch, target: GPUTarget) -> tuple[ASTSource, dict]:
     bind = create_function_from_signature(fn.signature, fn.params, backend)
     bound, specialization, options = bind(*launch.args, **launch.options)
     parsed, signature, constexprs, attrs = fn._pack_args(backend, launch.options, bound, specialization, options)
-    return ASTSource(fn, signature, constexprs, attrs), parsed.__dict__
+    source = GluonASTSource if fn.is_gluon() else ASTSource
+    return source(fn, signature, constexprs, attrs), parsed.__dict__
 
 
 def identity(launch: Launch) -> str:
@@ -150,16 +163,30 @@ def _read_amdgcn(text: str) -> tuple[int, int]:
     return count["vgpr_count"], 4 * count["vgpr_spill_count"]
 
 
-def wanted(op: Op, impl: str, seen: set[str]) -> Iterator[tuple[Launch, tuple[str, ...]]]:
-    """The launches of an impl not yet seen, with their targets: sm_90 gets everything, the others the bench shapes in bf16."""
-    plans = [(case, dtype) for dtype in ("bfloat16", "float32") for case in op.shapes.values()]
-    plans += [(case, "bfloat16") for case in op.cases]
-    for i, (case, dtype) in enumerate(plans):
-        for launch in launches(op, impl, case, dtype):
-            key = identity(launch)
-            if key not in seen:
-                seen.add(key)
-                yield launch, tuple(TARGETS) if i < len(op.shapes) else ("sm_90",)
+def wanted(op: Op, impl: str, seen: set[str]) -> Iterator[tuple[Launch, str]]:
+    """The launches of an impl not yet seen, each with its target.
+
+    sm_90 gets every case, and at the bench shapes every tile that tuning tries; the others the bench shapes in bf16.
+    """
+    plans = [(case, dtype, "sm_90") for dtype in ("bfloat16", "float32") for case in op.shapes.values()]
+    plans += [(case, "bfloat16", "sm_90") for case in op.cases]
+    plans += [(case, "bfloat16", target) for target in TARGETS if target != "sm_90" for case in op.shapes.values()]
+    for i, (case, dtype, target) in enumerate(plans):
+        lowest = op.impls[impl].capability
+        if lowest and (CAPABILITY[target] or (0, 0)) < lowest:
+            continue
+        for name in [impl, *tiles(op, impl, case, target)] if i < len(op.shapes) else [impl]:
+            for launch in launches(op, name, case, dtype, target):
+                key = f"{target} {identity(launch)}"
+                if key not in seen:
+                    seen.add(key)
+                    yield launch, target
+
+
+def tiles(op: Op, impl: str, case: dict, target: str) -> list[str]:
+    args = op.inputs(dtype=DTYPES["bfloat16"], device="meta", **case)
+    with pretended(target):
+        return [f"{impl}@{tile}" for tile in op.impls[impl].tiles(**args)]
 
 
 def row(launch: Launch, target: str, allowed: str) -> Row:
@@ -186,7 +213,7 @@ def check(names: list[str], progress) -> list[Row]:
     for op in (ops[n] for n in names or ops):
         for name, impl in op.impls.items():
             if impl.needs == "triton":
-                work += [(launch, target, impl.spills) for launch, targets in wanted(op, name, seen) for target in targets]
+                work += [(launch, target, impl.spills) for launch, target in wanted(op, name, seen)]
     rows = []
     for i, (launch, target, allowed) in enumerate(work, 1):
         rows.append(row(launch, target, allowed))

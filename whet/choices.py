@@ -1,4 +1,4 @@
-"""Which impl serves which call. Models are handed a Choices and ask it for every op: `ops.rms_norm(x, w, eps)`."""
+"""Which candidate serves which call. Models are handed a Choices and ask it for every op: `ops.rms_norm(x, w, eps)`."""
 
 import contextlib
 import inspect
@@ -7,18 +7,18 @@ from typing import cast
 
 import torch
 
-from whet.op import SIMPLICITY, Call, Op, discover, error
+from whet.op import SIMPLICITY, Call, Impl, Op, base, discover, error
 
 
 class Choices:
-    """A table from call to impl name. What is not in the table gets `default`, or the op's stock impl.
+    """A table from call to candidate: an impl, or one with its tile. What is not in it gets `default`, or the stock impl.
 
-    table    {call key: impl name}, as the tuner writes it; sizes that vary are bucketed
-    default  impl name for calls not in the table; None: the op's best stock call
+    table    {call key: candidate}, as the tuner writes it; sizes that vary are bucketed
+    default  candidate for calls not in the table; None: the op's best stock call
     """
 
     def __init__(self, table: Mapping[str, str] | None = None, default: str | None = None):
-        if default is not None and default not in SIMPLICITY:
+        if default is not None and base(default) not in SIMPLICITY:
             raise ValueError(f"Choices: default must be None or one of {list(SIMPLICITY)}, got {default!r}")
         self.table = dict(table or {})
         self.default = default
@@ -30,9 +30,9 @@ class Choices:
         raise AttributeError(f"no op named {name!r}; there are {', '.join(discover())}")
 
     def pick(self, op: Op, call: Call) -> str:
-        """The impl for a call: its own entry, else its bucket's, else the default."""
+        """The candidate for a call: its own entry, else its bucket's, else the default."""
         found = self.table.get(call.key) or self.table.get(call.bucketed(op).key) or self.default or op.stock
-        return found if found in op.impls else op.stock
+        return found if base(found) in op.impls else op.stock
 
     def _memory(self) -> dict:
         return {}
@@ -54,12 +54,12 @@ def chosen(op: Op, choices: Choices) -> Callable:
         bound = dict(zip(parameters, args))
         if reason := op.check(**bound):
             raise error(op.name, "auto", reason)
-        name = choices.pick(op, op.call(bound))
-        for fallback in (op.stock, "eager"):  # a choice tuned for another layout or device gives way, never fails
-            if absent[name] is None and op.misfits(name, bound) is None:
-                break
-            name = fallback
-        return op.impls[name].run
+        picked = choices.pick(op, op.call(bound))
+        # A choice tuned for another layout or device, or a tile of another version, gives way; it never fails.
+        for name in (picked, base(picked), op.stock, "eager", *op.impls):
+            if absent[base(name)] is None and op.misfits(name, bound) is None:
+                return op.run(name)
+        raise error(op.name, "auto", f"no impl takes these arguments; eager said: {op.misfits('eager', bound)}")
 
     def refused(*args):
         return error(op.name, "auto", not_tensors(op, dict(zip(parameters, args))) or "arguments must be tensors")
@@ -155,7 +155,8 @@ class Traced(Choices):
     """current(), as torch.compile can trace it: asked once per call while tracing, the answer is baked into the graph."""
 
     def pick(self, op: Op, call: Call) -> str:
-        return _tuned(call.key, call.bucketed(op).key) or op.stock
+        found = _tuned(call.key, call.bucketed(op).key)
+        return found if base(found) in op.impls else op.stock
 
 
 @contextlib.contextmanager
@@ -168,6 +169,11 @@ def use(choices: Choices) -> Iterator[Choices]:
         yield choices
     finally:
         _active.remove(choices)
+
+
+def implied(impl: Impl) -> str:
+    """The arguments that naming an impl sets, as a call writes them."""
+    return ", ".join(f"{k}={v!r}" for k, v in impl.implies.items())
 
 
 def public(op: Op):
@@ -186,7 +192,9 @@ def public(op: Op):
             except TypeError:
                 op.bind(args, options)  # raises, naming the op, if the arguments are what is wrong
                 raise
-        run = op.impl(impl).run
+        implies, left = op.impl(impl).implies, names[len(args):]
+        options = {k: v for k, v in implies.items() if k in left and k not in options} | options
+        run = op.run(impl)
         if torch.compiler.is_compiling():
             if reason := op.misfits(impl, defaults | dict(zip(names, args)) | options):
                 raise error(op.name, impl, reason)
@@ -201,7 +209,10 @@ def public(op: Op):
     impl_option = inspect.Parameter("impl", inspect.Parameter.KEYWORD_ONLY, default="auto", annotation=str)
     parameters = [*op.signature.parameters.values(), impl_option]
     function.__name__ = function.__qualname__ = op.name
-    ways = f"impl: 'auto' (chosen by measurement, else stock) or one of {', '.join(op.impls)}."
+    ways = " ".join([
+        f"impl: 'auto' (chosen by measurement, else stock) or one of {', '.join(op.impls)}.",
+        *(f"Naming {name} sets {implied(impl)} unless given." for name, impl in op.impls.items() if impl.implies),
+    ])
     function.__doc__ = f"{op.reference.__doc__}\n\n{ways}"
     function.__signature__ = op.signature.replace(parameters=parameters)  # type: ignore[attr-defined]
     function.op = op  # type: ignore[attr-defined]

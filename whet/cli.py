@@ -3,6 +3,7 @@
 import contextlib
 import inspect
 import json
+import shlex
 import signal
 import sys
 from collections.abc import Callable, Iterator
@@ -32,7 +33,7 @@ Json = Annotated[bool, typer.Option("--json", help="Print JSON instead of tables
 Again = Annotated[bool, typer.Option(help="Measure the ceilings anew (default: from the cache).")]
 Shapes = Annotated[
     list[str] | None,
-    typer.Option("--shapes", help="A shape's name or sizes, M=4096,N=384; may be given again (default: the op's own)."),
+    typer.Option("--shapes", help="Part of a shape's name, or sizes, M=4096,N=384; may be repeated (default: all the op has)."),
 ]
 Mode = Annotated[str, typer.Option(help="eager (host overhead included), graph (GPU work alone) or both; a CPU: eager only.")]
 Records = Annotated[str, typer.Option("--records", metavar="DIR", help="Folder the record is written to.")]
@@ -62,7 +63,7 @@ def emit(made: dict, as_json: bool, folder: str, name: str, show: Callable[[], N
 
 def show_calls(entries: list[dict]) -> None:
     console.print(tables.calls_table(entries))
-    for line in tables.left_out(entries):
+    for line in (*(f"* {line}" for line in tables.proved(entries)), *tables.left_out(entries)):
         console.print(line)
 
 
@@ -120,14 +121,17 @@ def sizes_of(op: Op) -> str:
     return ",".join(f"{k}=..." for k in needed if k not in ("dtype", "device"))
 
 
-def parse_shape(op: Op, text: str) -> dict:
-    """'M=4096,N=384', or the name of one of the op's shapes."""
+def parse_shapes(op: Op, text: str) -> list[dict]:
+    """'M=4096,N=384', or the name of one of the op's shapes, or what several of their names have in common."""
     if text in op.shapes:
-        return op.shapes[text]
+        return [op.shapes[text]]
     pairs = [part.partition("=") for part in text.split(",")]
-    if not all(sign and value.isdigit() for _, sign, value in pairs):
+    if all(sign and value.isdigit() for _, sign, value in pairs):
+        return [{k.strip(): int(v) for k, _, v in pairs}]
+    found = [case for name, case in op.shapes.items() if text and text in name]
+    if not found:
         raise ValueError(f"bench: a shape of {op.name} is {sizes_of(op)} or one of {list(op.shapes)}, got {text}")
-    return {k.strip(): int(v) for k, _, v in pairs}
+    return found
 
 
 def check_case(op: Op, case: dict, dtype: str) -> None:
@@ -147,13 +151,14 @@ def bench_calls(names: list[str], shapes: list[str], dtype: str, grad: bool) -> 
         raise ValueError(f"bench: unknown op {unknown[0]!r}; there are {', '.join(ops)}")
     if dtype not in DTYPES:
         raise ValueError(f"bench: dtype must be one of {list(DTYPES)}, got {dtype!r}")
-    calls = []
+    calls = {}
     for op in (ops[n] for n in names or ops):
-        cases = [parse_shape(op, s) for s in shapes] or list(op.shapes.values())
+        cases = [case for s in shapes for case in parse_shapes(op, s)] or list(op.shapes.values())
         for case in cases:
             check_case(op, case, dtype)
-            calls.append((Call(op.name, case, dtype, grad), 1))
-    return calls
+            call = Call(op.name, case, dtype, grad)
+            calls[call.key] = (call, 1)
+    return list(calls.values())
 
 
 def stopped_early(work: Callable[[], object], lock: Lock) -> bool:
@@ -193,8 +198,8 @@ def bench(
         with progress_bar(not as_json) as progress:
             stopped = stopped_early(lambda: tune(calls, lock, modes, progress, seconds, bucket=False), lock)
         entries = [e for e in lock.calls.values() if e.get("chosen")]
-        words = ["whet bench", *(ops or []), *(f"--shapes {s}" for s in shapes or []), f"--mode {mode} --dtype {dtype}"]
-        command = " ".join([*words, f"--seconds {seconds:g}", *(["--forward-only"] if forward_only else [])])
+        asked = [*(ops or []), *(f"--shapes {shlex.quote(s)}" for s in shapes or []), f"--mode {mode} --dtype {dtype}"]
+        command = " ".join(["whet bench", *asked, f"--seconds {seconds:g}", *(["--forward-only"] if forward_only else [])])
         also = {"ceilings": asdict(measure.ceilings()), "dispatch_us": measure.dispatch_us(), "note": reduced_note()}
         made = record.make(command, {"entries": entries} | also | ({"stopped": True} if stopped else {}))
 
@@ -202,7 +207,8 @@ def bench(
             show_calls(entries)
             console.print(f"dispatch through choices adds {also['dispatch_us']} us a call. {reduced_note()}")
 
-        default = ["bench", *(ops or ["all"]), *(shapes or []), *([] if dtype == "bfloat16" else [dtype])]
+        other = [*([] if dtype == "bfloat16" else [dtype]), *(["forward"] if forward_only else [])]
+        default = ["bench", *(ops or ["all"]), *(shapes or []), *other]
         emit(made, as_json, records, name or " ".join(default), show)
         if stopped:
             typer.echo(f"whet: stopped; {len(entries)} of {len(lock.calls)} were timed and are in the record", err=True)

@@ -10,6 +10,7 @@ import sys
 from pathlib import Path
 
 from whet import machine
+from whet.op import base
 
 FORMAT = 1
 
@@ -73,17 +74,18 @@ class Lock:
         return self.mine["plans"]
 
     def table(self, mode: str = "eager", without: tuple[str, ...] = ()) -> dict[str, str]:
-        """{call key: chosen impl} for Choices; only calls whose tuning was finished.
+        """{call key: chosen candidate} for Choices; only calls whose tuning was finished.
 
-        without: impls not to use; a call that chose one gets the fastest of its other verified candidates.
+        without: impls not to use; a call that chose one gets the fastest of its other verified candidates, if there is one.
         """
         end, found = f" @ {mode}", {}
         for key, entry in self.calls.items():
             if key.endswith(end) and (chosen := entry.get("chosen")):
-                if chosen in without:
-                    able = {n: c["ms"] for n, c in entry["candidates"].items() if c["ok"] and "ms" in c and n not in without}
-                    chosen = min(able, key=lambda n: able[n])
-                found[key.removesuffix(end)] = chosen
+                if base(chosen) in without:
+                    timed = {n: c["ms"] for n, c in entry["candidates"].items() if c["ok"] and "ms" in c}
+                    chosen = min((n for n in timed if base(n) not in without), key=lambda n: timed[n], default=None)
+                if chosen:
+                    found[key.removesuffix(end)] = chosen
         return found
 
     def save(self) -> None:

@@ -2,21 +2,26 @@
 
 An op is a mathematical function with one reference; an impl is one way to compute it. `eager` (the reference as it
 stands) and `compile` (torch.compile of it) come with every op; the file adds `torch`, `triton`, `liger` where they exist.
+A candidate is an impl, or one of its tile variants: "triton", "triton@64x128w4s3".
 """
 
+import ast
 import functools
 import importlib
 import inspect
 import math
 import pkgutil
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import torch
 
 from whet import machine
 
-SIMPLICITY = ("eager", "torch", "compile", "triton", "liger")  # a tie keeps the earlier: another package comes last
+SIMPLICITY = (  # a tie keeps the earlier: another package comes last
+    "eager", "torch", "sdpa_flash", "sdpa_efficient", "sdpa_cudnn", "compile", "flex",
+    "triton", "triton_fused_bwd", "triton_fp8", "liger",
+)
 DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16, "float64": torch.float64}
 DTYPE_NAMES = {v: k for k, v in DTYPES.items()}
 
@@ -38,6 +43,10 @@ def accepts(*args, **kwargs) -> None:
     return None
 
 
+def untiled(*args, **kwargs) -> tuple[str, ...]:
+    return ()
+
+
 @dataclass(frozen=True)
 class Impl:
     run: Callable  # the reference's arguments, the reference's results
@@ -47,6 +56,8 @@ class Impl:
     no_graph: str = ""  # why it cannot be captured as a CUDA graph; empty: it can
     spills: str = ""  # why a kernel of this impl may spill registers on sm_90; empty: it may not
     limits: tuple[str, ...] = ()  # what `refuses` rules out, for the docs; a test holds that each is said by refuses
+    implies: Mapping = field(default_factory=dict)  # arguments that naming this impl sets, where they are not given
+    tiles: Callable[..., tuple[str, ...]] = untiled  # variants to try beside the default: run(..., tile=one of them)
 
 
 @dataclass(frozen=True)
@@ -71,6 +82,20 @@ class Call:
         return Call(self.op, {k: rounded(k, v) for k, v in self.case.items()}, self.dtype, self.grad)
 
 
+def base(name: str) -> str:
+    """The impl of a candidate: "triton@64x128w4s3" -> "triton"."""
+    return name.partition("@")[0]
+
+
+def ours(name: str) -> bool:
+    """Whether a candidate is a kernel of whet's own; all others can be had without it."""
+    return name.startswith("triton")
+
+
+def whole(case: dict) -> dict:
+    return case
+
+
 @dataclass(frozen=True)
 class Op:
     """One mathematical function.
@@ -84,6 +109,7 @@ class Op:
     cost(**args) -> Cost
     grads                         names of the arguments that receive gradients
     dynamic                       names of case sizes that vary from batch to batch, bucketed by powers of two
+    proof(case) -> case           the case that is verified in its place, where the oracle of the whole would not fit
     """
 
     name: str
@@ -98,6 +124,7 @@ class Op:
     impls: dict[str, Impl]
     dynamic: tuple[str, ...] = ()
     tiny: dict = field(default_factory=dict)  # sizes that a call is cut to when kernels are only interpreted
+    proof: Callable[[dict], dict] = whole
 
     def __post_init__(self):
         every = {"eager": Impl(self.reference), "compile": Impl(compiled(self.reference))} | self.impls
@@ -124,9 +151,29 @@ class Op:
         return dict(bound.arguments)
 
     def impl(self, name: str) -> Impl:
-        if name not in self.impls:
+        """The impl of a candidate's name, its tile apart."""
+        if base(name) not in self.impls:
             raise ValueError(f"{self.name}: impl must be 'auto' or one of {list(self.impls)}, got {name!r}")
-        return self.impls[name]
+        return self.impls[base(name)]
+
+    def run(self, name: str) -> Callable:
+        """What runs a candidate. Plain enough for torch.compile to trace."""
+        impl, _, tile = name.partition("@")
+        return functools.partial(self.impls[impl].run, tile=tile) if tile else self.impls[impl].run
+
+    def candidate(self, name: str) -> Impl:
+        """The impl of a candidate's name, with its tile in place."""
+        return replace(self.impl(name), run=self.run(name))
+
+    def candidates(self, args: dict) -> list[str]:
+        """Every impl, each followed by its variants where they could be timed. The arguments may be on the meta device."""
+        def variants(name: str, impl: Impl) -> tuple[str, ...]:
+            timed = impl.needs != "triton" or machine.triton_mode() == "gpu"
+            if impl.tiles is untiled or not timed or self.unavailable(name) or impl.refuses(**args):
+                return ()
+            return impl.tiles(**args)
+
+        return [n for name, impl in self.impls.items() for n in (name, *(f"{name}@{t}" for t in variants(name, impl)))]
 
     def unavailable(self, name: str) -> str | None:
         """None, or why this machine cannot run this impl at all."""
@@ -146,12 +193,18 @@ class Op:
 
     def misfits(self, name: str, args: dict) -> str | None:
         """None, or why this impl cannot serve these arguments, wherever it runs. Plain enough for torch.compile to trace."""
-        impl = self.impls[name]
+        impl, tile = self.impls[base(name)], name.partition("@")[2]
         if reason := self.check(**args):
             return reason
         if impl.needs != "torch" and torch.cuda.is_available() and not all(t.is_cuda for t in tensors(args)):
             return "needs tensors on the GPU; TRITON_INTERPRET=1 on a machine without one runs kernels on the CPU"
-        return impl.refuses(**args)
+        if reason := impl.refuses(**args):
+            return reason
+        if "@" not in name:
+            return None
+        call = self.call(args)
+        known = tiles_of(self.name, base(name), call.dtype, ", ".join([f"{k!r}: {v!r}" for k, v in call.case.items()]))
+        return None if tile in known else f"the tile must be one of {list(known)} for these arguments, got {tile!r}"
 
     def why_not(self, name: str, args: dict) -> str | None:
         """None, or why this impl cannot serve these arguments on this machine."""
@@ -256,3 +309,12 @@ def discover() -> dict[str, Op]:
     names = sorted(m.name for m in pkgutil.iter_modules(package.__path__) if not m.name.startswith("_"))
     modules = (importlib.import_module(f"whet.ops.{name}") for name in names)
     return {m.OP.name: m.OP for m in modules}
+
+
+def tiles_of(op: str, impl: str, dtype: str, case: str) -> tuple[str, ...]:
+    """An impl's tiles for a case, written out: text is a constant to torch.compile, which then need not trace `tiles`."""
+    found, sizes = discover()[op], ast.literal_eval(f"{{{case}}}")
+    return found.impls[impl].tiles(**found.inputs(dtype=DTYPES[dtype], device="meta", **sizes))
+
+
+tiles_of._dynamo_marked_constant = True  # type: ignore[attr-defined]  # as torch.compiler.assume_constant_result marks it

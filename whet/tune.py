@@ -1,6 +1,7 @@
 """Verified and fastest -> Choices. Each candidate is tried in a child process; each result is saved as soon as it is known."""
 
 import collections
+import functools
 import os
 import threading
 from collections.abc import Callable, Iterable
@@ -12,7 +13,7 @@ from whet import machine
 from whet.choices import Choices
 from whet.lock import Lock
 from whet.measure import MODES, Timing, fastest
-from whet.op import SIMPLICITY, Call, Op, discover
+from whet.op import DTYPES, SIMPLICITY, Call, Op, base, discover
 from whet.worker import Lost, Worker
 
 LIMIT_S = 120.0  # a candidate that takes longer to compile and verify is given up
@@ -76,10 +77,16 @@ class Work:
         self.timer = Worker(preload=preload, warm=True)
         self.saving = threading.Lock()
         self.done = 0
-        self.total = sum(len(self.open(call)) * (1 + len(self.ops[call.op].impls)) for call in self.calls.values())
+        self.names = {key: self.candidates(call) for key, call in self.calls.items() if self.open(call)}
+        self.total = sum(len(self.open(self.calls[key])) * (1 + len(names)) for key, names in self.names.items())
 
     def entry(self, call: Call, mode: str) -> dict:
         return self.lock.calls.setdefault(f"{call.key} @ {mode}", {"call": asdict(call), "mode": mode, "candidates": {}})
+
+    def candidates(self, call: Call) -> list[str]:
+        """What is to be tried for a call, simplest first."""
+        op = self.ops[call.op]
+        return op.candidates(op.inputs(dtype=DTYPES[call.dtype], device="meta", **call.case))
 
     def open(self, call: Call) -> list[str]:
         """The modes in which this call's choice is still to be made."""
@@ -90,7 +97,7 @@ class Work:
         self.progress(text, self.done, self.total)
 
     def verify_all(self, meanwhile: Callable[[], None]) -> None:
-        todo = [(call, name) for call in self.calls.values() if self.open(call) for name in self.ops[call.op].impls]
+        todo = [(self.calls[key], name) for key, names in self.names.items() for name in names]
         todo.sort(key=lambda item: item[1] != "compile")  # the slowest first, so that none is left to one hand at the end
         queue = collections.deque(todo)
         hands = min(VERIFIERS, max(1, (os.cpu_count() or 1) // 2), len(todo))
@@ -132,27 +139,37 @@ class Work:
 
     def _verify(self, call: Call, name: str, worker: Worker, interpreter: Worker) -> dict:
         op = self.ops[call.op]
-        if op.impls[name].needs == "triton" and not torch.cuda.is_available():
+        if op.impl(name).needs == "triton" and not torch.cuda.is_available():
             reduced = {k: min(v, op.tiny[k]) if k in op.tiny and isinstance(v, int) else v for k, v in call.case.items()}
             small = Call(call.op, reduced, call.dtype, call.grad)
             return _ask_verify(interpreter, small, name, self.limit_s) | {"interpreted": small.key}
         return _ask_verify(worker, call, name, self.limit_s)
 
     def measure_all(self, seconds: float) -> None:
-        for call in self.calls.values():
+        for key, names in self.names.items():
+            call, op = self.calls[key], self.ops[self.calls[key].op]
             for mode in self.open(call):
                 entry = self.entry(call, mode)
-                for name, candidate in entry["candidates"].items():
-                    if mode == "graph" and candidate["ok"] and (reason := self.ops[call.op].impls[name].no_graph):
+                for name in names:
+                    candidate = entry["candidates"][name]
+                    if mode == "graph" and candidate["ok"] and (reason := op.impl(name).no_graph):
                         candidate |= {"ok": False, "why": f"cannot be captured as a CUDA graph: {reason}"}
                 self.progress(f"timing {call.op} {mode}", self.done, self.total)
-                _choose(self.lock, entry, self.ops[call.op], call, mode, self.timer, seconds, self.limit_s)
+                _choose(entry, op, names, functools.partial(self._time, call, mode, seconds))
+                self.lock.save()
                 self.tick(f"timed {call.op} {mode}")
+
+    def _time(self, call: Call, mode: str, seconds: float, names: list[str]) -> dict:
+        request = dict(call=asdict(call), impls=names, mode=mode, seconds=seconds)
+        try:
+            return self.timer.ask(self.limit_s * len(names), what="measure", **request)
+        except Lost as e:
+            return {"error": str(e)}
 
 
 def _verdict(candidate: dict) -> dict:
     """What verification said of a candidate, less what timing added."""
-    return {k: v for k, v in candidate.items() if k in ("ok", "share", "why", "interpreted")}
+    return {k: v for k, v in candidate.items() if k in ("ok", "share", "why", "interpreted", "proved")}
 
 
 def _ask_verify(worker: Worker, call: Call, name: str, limit_s: float) -> dict:
@@ -163,49 +180,49 @@ def _ask_verify(worker: Worker, call: Call, name: str, limit_s: float) -> dict:
     return answer if "ok" in answer else {"ok": False, "share": 0.0, "why": answer["error"], "raised": True}
 
 
-def _choose(lock: Lock, entry: dict, op: Op, call: Call, mode: str, worker: Worker, seconds: float, limit_s: float) -> None:
-    able = [n for n, c in entry["candidates"].items() if c["ok"] and "interpreted" not in c]
-    if not able and all("refused" not in c["why"] for c in entry["candidates"].values() if not c["ok"]):
-        raise ValueError(f"{op.name}: no candidate could run; eager said: {entry['candidates']['eager']['why']}")
-    if "eager" not in able:
-        entry |= {"chosen": op.stock, "why": f"nothing to compare with: eager is out ({entry['candidates']['eager']['why']})"}
-        lock.save()
+def _choose(entry: dict, op: Op, names: list[str], timed: Callable[[list[str]], dict]) -> None:
+    """Time what was verified and enter the choice. `names` in the order in which a tie is settled."""
+    found = entry["candidates"]
+    entry["candidates"] = found = {n: found[n] for n in names} | found
+    able = [n for n in names if found[n]["ok"] and "interpreted" not in found[n]]
+    said = f"eager said: {found['eager']['why']}"
+    if not able and all("refused" not in c["why"] for c in found.values() if not c["ok"]):
+        raise ValueError(f"{op.name}: no candidate could run; {said}")
+    if not able:
+        entry |= {"chosen": op.stock, "why": f"nothing to time: no candidate was verified; {said}"}
         return
-    answer = _ask_measure(worker, call, able, mode, seconds, limit_s)
-    if "error" in answer:  # together they fail: find who, by timing each beside eager
-        for name in [n for n in able if n != "eager"]:
-            alone = _ask_measure(worker, call, ["eager", name], mode, seconds, limit_s)
-            if "error" in alone:
-                entry["candidates"][name] |= {"ok": False, "why": alone["error"]}
-        able = [n for n in able if entry["candidates"][n]["ok"]]
-        answer = _ask_measure(worker, call, able, mode, seconds, limit_s)
+    answer = timed(able)
+    how = ""
+    if "error" in answer:  # together they fail: find who, each alone
+        together, alone = answer["error"], {name: timed([name]) for name in able}
+        for name in able:
+            if "error" in alone[name]:
+                found[name] |= {"ok": False, "why": alone[name]["error"]}
+        able = [n for n in able if found[n]["ok"]]
+        answer = timed(able) if able else {"error": together}
+        if "error" in answer and able:  # they fit one at a time only
+            answer = alone[able[0]] | {"timings": {n: alone[n]["timings"][n] for n in able}}
+            how = f", timed one after another since together they failed: {together}"
     if "error" in answer:
         entry |= {"chosen": op.stock, "why": f"nothing could be timed: {answer['error']}"}
-    else:
-        _conclude(entry, op, answer)
-    lock.save()
+        return
+    _conclude(entry, answer, how)
 
 
-def _ask_measure(worker: Worker, call: Call, impls: list[str], mode: str, seconds: float, limit_s: float) -> dict:
-    try:
-        limit_s *= max(1, len(impls))
-        return worker.ask(limit_s, what="measure", call=asdict(call), impls=impls, mode=mode, seconds=seconds)
-    except Lost as e:
-        return {"error": str(e)}
-
-
-def _conclude(entry: dict, op: Op, answer: dict) -> None:
+def _conclude(entry: dict, answer: dict, how: str) -> None:
     timings = {n: Timing(**t) for n, t in answer.pop("timings").items()}
     for name, t in timings.items():
         entry["candidates"][name] |= t.as_dict()
-    chosen, tied = fastest(timings, SIMPLICITY)
-    others = {n: t.ms for n, t in timings.items() if n not in (chosen, "eager")}
+    chosen, tied = fastest(timings, tuple(sorted(timings, key=lambda n: SIMPLICITY.index(base(n)))))
+    others = {n: t.ms for n, t in timings.items() if base(n) not in (base(chosen), "eager")}
     best = timings[chosen].ms
-    entry |= answer | {"chosen": chosen, "ms": best, "vs_eager": round(timings["eager"].ms / best, 4)}
+    entry |= answer | {"chosen": chosen, "ms": best}
+    if "eager" in timings:
+        entry["vs_eager"] = round(timings["eager"].ms / best, 4)
     if others:
         rival = min(others, key=lambda n: others[n])
         entry |= {"rival": rival, "vs_rival": round(others[rival] / best, 4)}
-    entry["why"] = "a tie: the simplest is kept" if tied else "fastest of the verified"
+    entry["why"] = ("a tie: the simplest is kept" if tied else "fastest of the verified") + how
 
 
 def save_plans(lock: Lock, target: str, result: dict) -> None:

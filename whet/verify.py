@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 import torch
 
-from whet.op import DTYPES, Impl, Op, as_tuple, lay
+from whet.op import DTYPES, Impl, Op, as_tuple, base, lay
 
 VALUE_FACTOR, GRAD_FACTOR = 2.0, 3.0
 Given = torch.Tensor | None
@@ -31,12 +31,12 @@ class Verdict:
 def verify_case(
     op: Op, name: str, case: dict, dtype: str, device: str, grad: bool = True, dout_layout: str = "contiguous", seed: int = 0
 ) -> Verdict:
-    """Make the case's inputs and verify the named impl on them."""
+    """Make the case's inputs and verify the named candidate on them, also where another tile would be tried."""
     torch.manual_seed(seed)
     args = op.inputs(dtype=DTYPES[dtype], device=device, **case)
-    if reason := op.why_not(name, args):
+    if reason := op.why_not(base(name), args):
         return Verdict(False, why=f"refused: {reason}")
-    return verify(op, op.impls[name], args, grad=grad, dout_layout=dout_layout)
+    return verify(op, op.candidate(name), args, grad=grad, dout_layout=dout_layout)
 
 
 def verify(op: Op, impl: Impl, args: dict, grad: bool = True, dout_layout: str = "contiguous") -> Verdict:

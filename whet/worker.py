@@ -14,13 +14,14 @@ import sys
 import tempfile
 import threading
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import torch
 
 from whet import machine
 from whet.measure import ceilings, compare, stepper
-from whet.op import DTYPES, Call, Op, discover
+from whet.op import DTYPES, Call, Op, base, discover
 from whet.verify import verify_case
 
 START_LIMIT_S = 120.0
@@ -107,14 +108,23 @@ def _args(op: Op, call: Call) -> dict:
 
 
 def answer_verify(call: Call, impl: str) -> dict:
-    verdict = verify_case(discover()[call.op], impl, dict(call.case), call.dtype, machine.this_machine().device, grad=call.grad)
-    return {"ok": verdict.ok, "share": round(verdict.share, 4), "why": verdict.why}
+    """The verdict on a candidate, at op.proof's case; "proved" is the key of that call where it is not the call itself."""
+    op = discover()[call.op]
+    proof = replace(call, case=op.proof(dict(call.case)))
+    if proof == call:
+        proved = {}
+    elif reason := op.why_not(base(impl), _args(op, call)):
+        return {"ok": False, "share": 0.0, "why": f"refused: {reason}"}
+    else:
+        proved = {"proved": proof.key}
+    verdict = verify_case(op, impl, dict(proof.case), call.dtype, machine.this_machine().device, grad=call.grad)
+    return {"ok": verdict.ok, "share": round(verdict.share, 4), "why": verdict.why} | proved
 
 
 def answer_measure(call: Call, impls: list[str], mode: str, seconds: float) -> dict:
     op = discover()[call.op]
     args = _args(op, call)
-    steps = {name: stepper(op, op.impls[name].run, args, call.grad) for name in impls}
+    steps = {name: stepper(op, op.candidate(name).run, args, call.grad) for name in impls}
     timings = compare(steps, mode=mode, seconds=seconds)
     cost, roof = op.cost(**args), ceilings()
     floor = roof.floor_ms(cost, call.grad, call.dtype)

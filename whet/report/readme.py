@@ -15,15 +15,15 @@ import sys
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 
-from whet.op import SIMPLICITY, Call, Impl, Op, discover
-from whet.report.tables import left_out, ms
+from whet.choices import implied
+from whet.op import SIMPLICITY, Call, Impl, Op, base, discover, ours, untiled
+from whet.report.tables import best, left_out, ms, percent, proved, roofline
 
 ROOT = Path(__file__).resolve().parents[2]
 REGION = re.compile(r"^<!-- table:([\w-]+) -->\n(.*?)^<!-- /table -->$", re.M | re.S)
 OPENING = re.compile(r"^<!-- table:", re.M)
 MODES = ("graph", "eager")
-OURS = "triton"  # the impl that is whet's own; all others can be had without it
-COLUMNS = (*(name for name in SIMPLICITY if name != OURS), OURS)
+SHARED = ("eager", "torch", "compile", "liger", "triton")  # the columns of the common table; an op with others has its own
 MEMORY = ("linear_cross_entropy",)  # ops whose point is memory as much as time
 
 Records = dict[str, dict]  # file name -> record
@@ -116,54 +116,73 @@ def order(e: dict) -> tuple:
 
 
 def times(e: dict) -> dict[str, float]:
-    return {n: c["ms"] for n, c in e["candidates"].items() if c["ok"] and c.get("ms")}
+    """{impl: ms}, of its tiles the best."""
+    return {impl: ms for impl, name in best(e).items() if (ms := e["candidates"][name].get("ms"))}
 
 
 def ratio(e: dict) -> float | None:
     """Time of the best that can be had without whet, over the time of the chosen. 1 where that best is itself chosen."""
     timed = times(e)
-    others = [t for n, t in timed.items() if n != OURS]
-    return min(others) / timed[e["chosen"]] if others and e.get("chosen") in timed else None
+    others, chosen = [t for n, t in timed.items() if not ours(n)], base(e.get("chosen", ""))
+    return min(others) / timed[chosen] if others and chosen in timed else None
 
 
 def cell(text: str, bold: bool) -> str:
     return f"**{text}**" if bold else text
 
 
-def percent(share: float) -> str:
-    return "under 1%" if 0 < share < 0.01 else f"{100 * share:.0f}%"
+def split(entries: list[dict]) -> list[tuple[list[str], list[dict]]]:
+    """(columns, entries) per table: one for all ops that have the shared impls, one for each op that has others."""
+    impls: dict[str, set[str]] = {}
+    for e in entries:
+        impls.setdefault(e["call"]["op"], set()).update(base(n) for n in e["candidates"])
+    groups: dict[str, list[dict]] = {}
+    for e in entries:
+        groups.setdefault("" if impls[e["call"]["op"]] <= set(SHARED) else e["call"]["op"], []).append(e)
+    found = []
+    for alone, mine in groups.items():
+        names = {n for e in mine for n in times(e)} if alone else set(SHARED)
+        found.append((sorted(names, key=lambda n: (ours(n), SIMPLICITY.index(n))), mine))
+    return found
+
+
+def called(e: dict) -> str:
+    return f"{e['call']['op']} {shape(e)}"
 
 
 def bench(root: Path) -> str:
-    """Every op, shape and mode: each candidate's time, the chosen one, how it stands to the others and to the roofline."""
-    head = ("op", "shape", "mode", *COLUMNS, "chosen", "vs best other", "of roofline")
+    """Every op, shape and mode: each impl's time, the chosen one, how it stands to the others and to the roofline."""
     parts = []
     for heading, used, entries in sections(read(root, "bench")):
-        rows = []
-        for e in entries:
-            timed, r = times(e), ratio(e)
-            chosen = e.get("chosen", "-")
-            roof = f"{percent(e['floor_ms'] / timed[chosen])} {e['bound']}" if e.get("floor_ms") and chosen in timed else "-"
-            cells = [cell(ms(timed.get(n)), n == chosen and n in timed) for n in COLUMNS]
-            rows.append((e["call"]["op"], shape(e), e["mode"], *cells, chosen, f"{r:.2f}x" if r else "-", roof))
-        parts += [f"{heading}; times in ms.", grid(head, rows, text=3), *memory(entries)]
-        if reasons := left_out(entries):
-            parts.append("\n".join(f"- {line}" for line in reasons))
+        parts.append(f"{heading}; times in ms.")
+        for columns, mine in split(entries):
+            head = ("op", "shape", "mode", *columns, "chosen", "vs best other", "of roofline")
+            parts += [grid(head, [bench_row(e, columns) for e in mine], text=3), *memory(mine, columns)]
+        if notes := [*(f"\\* {line}" for line in proved(entries, called)), *left_out(entries)]:
+            parts.append("\n".join(f"- {line}" for line in notes))
         parts.append(source(used))
     return "\n\n".join(parts) or absent("bench")
 
 
-def memory(entries: list[dict]) -> list[str]:
+def bench_row(e: dict, columns: list[str]) -> list[str]:
+    timed, r, chosen = times(e), ratio(e), e.get("chosen", "-")
+    smaller = " *" if any(c.get("proved") for c in e["candidates"].values()) else ""
+    cells = [cell(ms(timed.get(n)), n == base(chosen) and n in timed) for n in columns]
+    roof = roofline(e, timed.get(base(chosen)))
+    return [e["call"]["op"], shape(e) + smaller, e["mode"], *cells, chosen, f"{r:.2f}x" if r else "-", roof]
+
+
+def memory(entries: list[dict], columns: list[str]) -> list[str]:
     """Extra device memory of the ops that are about it: eager mode where it was timed, since more candidates run there."""
     by_call = {Call(**e["call"]).key: e for e in entries if e["call"]["op"] in MEMORY}  # eager comes last and stays
     rows = []
     for e in by_call.values():
-        held = {n: c["peak_mib"] for n, c in e["candidates"].items() if c["ok"] and c.get("peak_mib") is not None}
+        held = {n: mib for n, name in best(e).items() if (mib := e["candidates"][name].get("peak_mib")) is not None}
         if held:
-            rows.append((e["call"]["op"], shape(e), *(f"{held[n]:.0f}" if n in held else "-" for n in COLUMNS)))
+            rows.append((e["call"]["op"], shape(e), *(f"{held[n]:.0f}" if n in held else "-" for n in columns)))
     if not rows:
         return []
-    return ["Extra device memory at the highest point of one run, MiB.", grid(("op", "shape", *COLUMNS), rows, text=2)]
+    return ["Extra device memory at the highest point of one run, MiB.", grid(("op", "shape", *columns), rows, text=2)]
 
 
 def summary(root: Path) -> str:
@@ -183,7 +202,7 @@ def summary_row(name: str, entries: list[dict]) -> list[str]:
     for mode in MODES:
         found = [r for e in entries if e["mode"] == mode and (r := ratio(e))]
         row += [f"{statistics.geometric_mean(found):.2f}x", f"{min(found):.2f}x"] if found else ["-", "-"]
-    return [*row, f"{sum(e.get('chosen') == OURS for e in entries)} of {len(entries)}"]
+    return [*row, f"{sum(ours(e.get('chosen', '')) for e in entries)} of {len(entries)}"]
 
 
 def plans(root: Path) -> str:
@@ -255,7 +274,10 @@ def fill(text: str, root: Path, name: str) -> str:
 
 IMPLS = {
     "eager": "the reference as it stands", "compile": "torch.compile of the reference", "torch": "the best stock PyTorch call",
-    "liger": "Liger-Kernel's", "triton": "whet's own kernel",
+    "sdpa_flash": "SDPA held to its FlashAttention backend", "sdpa_efficient": "SDPA held to its memory-efficient backend",
+    "sdpa_cudnn": "SDPA held to its cuDNN backend", "flex": "compiled FlexAttention", "liger": "Liger-Kernel's",
+    "triton": "whet's own kernel", "triton_fused_bwd": "whet's own kernel, its backward in one pass",
+    "triton_fp8": "whet's own kernel in FP8",
 }
 NEEDS = {"torch": "-", "triton": "a GPU (or TRITON_INTERPRET=1)"}
 OPS_HEAD = """\
@@ -283,7 +305,7 @@ def op_section(op: Op) -> str:
         f"Gradients: {', '.join(op.grads)}. Untuned calls get `{op.stock}`.",
         f"Sizes bucketed by powers of two when tuned: {', '.join(op.dynamic) or 'none'}.",
         f"Shapes that `whet bench {op.name}` times: {', '.join(op.shapes)}.",
-        *(spilling(name, impl) for name, impl in op.impls.items() if impl.spills),
+        *(note for name, impl in op.impls.items() for note in impl_notes(name, impl)),
     ]
     signature = f"{op.name}{op.signature.replace(parameters=parameters)}"
     meaning = f"```text\n{signature}\n\n{inspect.cleandoc(op.reference.__doc__ or '')}\n```"
@@ -291,8 +313,13 @@ def op_section(op: Op) -> str:
     return "\n\n".join((f"\n## {op.name}", meaning, table, "\n".join(notes))) + "\n"
 
 
-def spilling(name: str, impl: Impl) -> str:
-    return f"`{name}` may spill registers on sm_90: {impl.spills}."
+def impl_notes(name: str, impl: Impl) -> list[str]:
+    notes = {
+        f"`impl=\"{name}\"` sets `{implied(impl)}` unless it is given.": impl.implies,
+        f"`{name}` has tiles, tuned as candidates of their own: `{name}@<tile>`.": impl.tiles is not untiled,
+        f"`{name}` may spill registers on sm_90: {impl.spills}.": impl.spills,
+    }
+    return [text for text, true in notes.items() if true]
 
 
 def rendered(root: Path) -> dict[Path, str]:

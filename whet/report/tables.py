@@ -1,9 +1,11 @@
 """Terminal tables. Each takes plain dicts, as records hold them."""
 
+from collections.abc import Callable
+
 from rich.table import Table
 
 from whet.measure import Timing
-from whet.op import Call, Op
+from whet.op import Call, Op, base
 
 
 def ms(value: float | None) -> str:
@@ -13,6 +15,31 @@ def ms(value: float | None) -> str:
 def spread(item: dict) -> float | None:
     """The spread of anything that holds a timing's fields, by the clock's own rule."""
     return Timing(item["ms"], item["low"], item["high"], item["samples"]).spread if item.get("ms") else None
+
+
+def percent(share: float) -> str:
+    return "under 1%" if 0 < share < 0.01 else f"{100 * share:.0f}%"
+
+
+def roofline(e: dict, timed: float | None) -> str:
+    """The share of the floor in a time, and what bounds it; where that is compute, the rate too."""
+    if not timed or not e.get("floor_ms"):
+        return "-"
+    share, rate = f"{percent(e['floor_ms'] / timed)} {e['bound']}", e.get("flops", 0) / timed / 1e9
+    return f"{share}, {rate:.{0 if rate >= 10 else 2}f} TFLOP/s" if e["bound"] == "compute" and rate else share
+
+
+def best(e: dict) -> dict[str, str]:
+    """{impl: candidate}: of each impl's verified variants the chosen one, else the fastest."""
+    found: dict[str, list[str]] = {}
+    for name, c in e["candidates"].items():
+        if c["ok"]:
+            found.setdefault(base(name), []).append(name)
+
+    def rank(name: str) -> tuple:
+        return name != e.get("chosen"), e["candidates"][name].get("ms") or float("inf")
+
+    return {impl: min(names, key=rank) for impl, names in found.items()}
 
 
 def machine_table(m: dict, roof: dict | None) -> Table:
@@ -48,35 +75,49 @@ def entry_id(entry: dict) -> str:
 
 
 def calls_table(entries: list[dict], title: str = "candidates: verified, then timed in turns") -> Table:
-    """One line per candidate of each call, the chosen one marked. Those that were refused are in `left_out`."""
+    """One line per impl of each call, of its tiles the best, the chosen one marked. What was refused is in `left_out`."""
     columns = ("call", "mode", "impl", "ms", "± spread", "of roofline", "error / budget", "extra MiB", "host us", "")
     table = Table(*columns, title=title, title_justify="left")
     for e in entries:
-        rows = {name: c for name, c in e["candidates"].items() if c["ok"]}
+        rows = {name: e["candidates"][name] for name in best(e).values()}
         for i, (name, c) in enumerate(rows.items()):
             timed, chosen = c.get("ms"), name == e.get("chosen")
-            roof = f"{100 * e['floor_ms'] / timed:.0f}% {e['bound']}" if timed and e.get("floor_ms") else "-"
-            note = "interpreted only, sizes reduced" if c.get("interpreted") else ""
-            if chosen:
-                note = "chosen" + (f", {e['vs_rival']:.2f}x {e['rival']}" if e.get("rival") else "")
             table.add_row(
                 f"{entry_id(e)} (x{e['count']})" if i == 0 else "", e["mode"] if i == 0 else "", name,
-                ms(timed), ms(spread(c)), roof, f"{c['share']:.2f}",
+                ms(timed), ms(spread(c)), roofline(e, timed), f"{c['share']:.2f}{' *' if c.get('proved') else ''}",
                 "-" if c.get("peak_mib") is None else f"{c['peak_mib']:.1f}",
-                "-" if c.get("host_us") is None else f"{c['host_us']:.0f}", note,
+                "-" if c.get("host_us") is None else f"{c['host_us']:.0f}", note(e, name),
                 style="bold green" if chosen else None, end_section=i == len(rows) - 1,
             )
     return table
 
 
+def note(e: dict, name: str) -> str:
+    words = ["interpreted only, sizes reduced"] if e["candidates"][name].get("interpreted") else []
+    if name == e.get("chosen"):
+        words = ["chosen" + (f", {e['vs_rival']:.2f}x {e['rival']}" if e.get("rival") else "")]
+    tiles = sum(base(n) == base(name) and "ms" in c for n, c in e["candidates"].items())
+    return ", ".join([*words, *([f"best of {tiles} tiles"] if tiles > 1 else [])])
+
+
 def left_out(entries: list[dict]) -> list[str]:
-    """Every candidate that lost its candidacy, with the reason, said once per op and impl."""
-    reasons: dict[tuple[str, str], list[str]] = {}
+    """Every candidate that lost its candidacy, with the reason, said once per impl and reason."""
+    reasons: dict[tuple[str, str], dict[str, list[str]]] = {}
     for e in entries:
         for name, c in e["candidates"].items():
             if not c["ok"]:
-                reasons.setdefault((name, c["why"]), []).append(e["call"]["op"])
-    return [f"not a candidate: {name} for {', '.join(dict.fromkeys(ops))}: {why}" for (name, why), ops in reasons.items()]
+                reasons.setdefault((base(name), c["why"]), {}).setdefault(name, []).append(e["call"]["op"])
+    return [
+        f"not a candidate: {', '.join(names)} for {', '.join(dict.fromkeys(sum(names.values(), [])))}: {why}"
+        for (_, why), names in reasons.items()
+    ]
+
+
+def proved(entries: list[dict], name: Callable[[dict], str] = entry_id) -> list[str]:
+    """The calls, marked * in a table, that were verified at a smaller size than they were timed; said once per call."""
+    smaller = {name(e): c["proved"] for e in entries for c in e["candidates"].values() if c.get("proved")}
+    why = "the float64 reference of the whole is too large"
+    return [f"{call} was timed as it stands and verified as {key}: {why}" for call, key in smaller.items()]
 
 
 def plans_table(result: dict) -> Table:

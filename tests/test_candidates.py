@@ -1,0 +1,148 @@
+"""Candidates: an impl that implies an argument, tile variants of an impl, and what "auto" does where even eager refuses."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+import whet.ops
+from whet import choices as choices_module
+from whet.choices import Choices, public, use
+from whet.op import SIMPLICITY, Call, Impl, base, discover, ours
+
+OP = discover()["rms_norm"]
+TILES = ("2x2", "4x4")
+X, W = torch.randn(4, 16), torch.ones(16)
+
+
+def tiled(x, w, eps=1e-6, tile="default"):
+    """Tells which tile ran, and with which eps."""
+    return torch.full_like(x, {"default": 1.0, "2x2": 2.0, "4x4": 4.0}[tile]) + eps
+
+
+def few_rows(x, w, eps=1e-6):
+    """Not traceable, as a look at the machine is not."""
+    assert x.device.type == "meta"
+    torch._dynamo.graph_break()
+    return TILES if x.shape[0] <= 8 else TILES[:1]
+
+
+@pytest.fixture
+def planted(monkeypatch):
+    """The stock impl with tiles, implying an eps."""
+    torch._dynamo.reset()
+    monkeypatch.setitem(OP.impls, "torch", Impl(tiled, tiles=few_rows, implies={"eps": 3.0}))
+
+
+def call(rows: int = 4) -> Call:
+    return Call("rms_norm", {"M": rows, "N": 16, "layout": "contiguous"}, "float32", False)
+
+
+def compiled(function):
+    return torch.compile(function, backend="aot_eager", fullgraph=True, dynamic=False)
+
+
+BOTH = pytest.mark.parametrize("way", [pytest.param(lambda f: f, id="eager"), pytest.param(compiled, id="compile")])
+
+
+def test_a_candidate_is_an_impl_or_one_with_its_tile(planted):
+    meta = OP.inputs(dtype=torch.float32, device="meta", M=4, N=16)
+    names = OP.candidates(meta)
+    assert names[:4] == ["eager", "torch", "torch@2x2", "torch@4x4"] and [base(n) for n in names[1:4]] == ["torch"] * 3
+    more = OP.inputs(dtype=torch.float32, device="meta", M=9, N=16)
+    assert OP.candidates(more)[:4] == ["eager", "torch", "torch@2x2", "compile"]
+    assert OP.candidate("torch@4x4").run(X, W, 0.0)[0, 0] == 4 and OP.candidate("torch").run(X, W, 0.0)[0, 0] == 1
+    assert replace(OP.candidate("torch@4x4"), run=tiled) == OP.impls["torch"]
+
+
+def test_what_is_refused_or_only_interpreted_has_no_variants(monkeypatch):
+    meta = OP.inputs(dtype=torch.float32, device="meta", M=4, N=16)
+    monkeypatch.setitem(OP.impls, "torch", Impl(tiled, lambda **_: "no", tiles=few_rows))
+    monkeypatch.setitem(OP.impls, "triton", Impl(tiled, needs="triton", tiles=few_rows))
+    monkeypatch.setitem(OP.impls, "eager", Impl(tiled, lambda **_: pytest.fail("asked about arguments on the meta device")))
+    monkeypatch.setattr("whet.machine.triton_mode", lambda: "interpret")
+    assert OP.candidates(meta) == list(OP.impls)
+    monkeypatch.setattr("whet.machine.triton_mode", lambda: "gpu")
+    assert "triton@2x2" in OP.candidates(meta) and "torch@2x2" not in OP.candidates(meta)
+
+
+@BOTH
+def test_a_named_tile_runs_and_an_unknown_one_names_the_choices(way, planted):
+    run = way(lambda x, w, impl: whet.ops.rms_norm(x, w, 0.0, impl=impl))
+    assert run(X, W, "torch@4x4")[0, 0] == 4 and run(X, W, "torch@2x2")[0, 0] == 2 and run(X, W, "torch")[0, 0] == 1
+    with pytest.raises(Exception, match=r"rms_norm\[torch@9x9\]: the tile must be one of \['2x2', '4x4'\].* got '9x9'"):
+        run(X, W, "torch@9x9")
+    with pytest.raises(Exception, match=r"the tile must be one of \[\] for these arguments, got '2x2'"):
+        run(X, W, "eager@2x2")
+
+
+def test_an_unknown_impl_with_a_tile_names_the_impls():
+    with pytest.raises(ValueError, match="impl must be 'auto' or one of .*, got 'cuda@2x2'"):
+        whet.ops.rms_norm(X, W, impl="cuda@2x2")
+
+
+@BOTH
+def test_auto_runs_the_chosen_tile_and_an_unknown_one_gives_way_to_the_default(way, planted):
+    gone = ((4, "torch@9x9", 1), (16, "torch@4x4", 1), (4, "gone@2x2", 1))
+    for rows, chosen, value in ((4, "torch@4x4", 4), (4, "torch@2x2", 2), *gone):
+        torch._dynamo.reset()
+        made = Choices({call(rows).key: chosen})
+        assert made.pick(OP, call(rows)) == (chosen if base(chosen) in OP.impls else "torch")
+        with use(made):
+            assert way(lambda x, w: whet.ops.rms_norm(x, w, 0.0))(torch.randn(rows, 16), W)[0, 0] == value, chosen
+
+
+def test_a_length_that_varies_under_compile_keeps_its_tile(planted):
+    def both(x, w):
+        return whet.ops.rms_norm(x, w, 0.0), whet.ops.rms_norm(x, w, 0.0, impl="torch@2x2")
+
+    run = torch.compile(both, backend="aot_eager", fullgraph=True)
+    with use(Choices(default="torch@4x4")):
+        for rows in (4, 5, 6, 16):
+            auto, named = run(torch.randn(rows, 16), W)
+            assert (auto[0, 0], named[0, 0]) == (4 if rows <= 8 else 1, 2)
+
+
+def test_choices_take_a_tile_as_the_default(planted):
+    assert Choices(default="torch@4x4").rms_norm(X, W, 0.0)[0, 0] == 4
+    with pytest.raises(ValueError, match="default must be None or one of"):
+        Choices(default="cuda@4x4")
+
+
+@BOTH
+def test_naming_an_impl_sets_what_it_implies_unless_it_is_given(way, planted):
+    named = public(OP)
+    assert way(lambda x, w: named(x, w, impl="torch"))(X, W)[0, 0] == 4.0
+    assert way(lambda x, w: named(x, w, impl="torch@2x2"))(X, W)[0, 0] == 5.0
+    assert way(lambda x, w: named(x, w, eps=1.0, impl="torch"))(X, W)[0, 0] == 2.0
+    assert way(lambda x, w: named(x, w, 1.0, impl="torch"))(X, W)[0, 0] == 2.0
+    assert "Naming torch sets eps=3.0 unless given." in named.__doc__
+
+
+@BOTH
+def test_auto_implies_nothing(way, planted):
+    with use(Choices(default="torch")):
+        assert way(lambda x, w: whet.ops.rms_norm(x, w))(X, W)[0, 0] < 1.1
+
+
+@BOTH
+def test_where_stock_and_eager_refuse_auto_takes_the_simplest_that_does_not(way, monkeypatch):
+    torch._dynamo.reset()
+    for name in ("eager", "torch"):
+        monkeypatch.setitem(OP.impls, name, Impl(tiled, lambda x, w, eps: "the scores do not fit"))
+    monkeypatch.setitem(OP.impls, "compile", Impl(lambda x, w, eps: x * 0 + 7))
+    run = way(lambda x, w: whet.ops.rms_norm(x, w))
+    monkeypatch.setattr(choices_module, "_active", [Choices()])
+    assert run(X, W)[0, 0] == 7
+
+
+def test_where_every_impl_refuses_auto_says_what_eager_said(monkeypatch):
+    for name in OP.impls:
+        monkeypatch.setitem(OP.impls, name, Impl(tiled, lambda x, w, eps: "the scores do not fit"))
+    with pytest.raises(ValueError, match=r"rms_norm\[auto\]: no impl takes these arguments; eager said: the scores do not fit"):
+        Choices().rms_norm(X, W)
+
+
+def test_every_kernel_of_whets_own_is_known_by_its_name():
+    assert [n for n in SIMPLICITY if ours(n)] == ["triton", "triton_fused_bwd", "triton_fp8"] and ours("triton@64x64w4s2")
+    assert all(ours(name) for op in discover().values() for name, impl in op.impls.items() if impl.needs == "triton")

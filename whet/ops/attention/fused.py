@@ -1,0 +1,187 @@
+"""Backward kernels that compute each tile of scores once: all keys in one tile, or any number with partial sums of dq."""
+
+import triton
+import triton.language as tl
+
+from whet.ops.attention.backward import partials, row_delta, splits, summed
+from whet.ops.attention.common import (
+    LOG2E,
+    Tile,
+    block_d,
+    cut,
+    dot,
+    dot_add,
+    edges,
+    like,
+    limits,
+    put_rows,
+    ready,
+    rows_of,
+    seen,
+    view,
+)
+
+PARTIAL_LIMIT = 4 * 2**30  # bytes of dq's partial sums
+
+
+@triton.jit
+def _one_tile_kernel(
+    q_view, k_view, v_view, o_view, do_view, lse_ptr, dlse_ptr,  # inputs; dlse_ptr may be None
+    dq_view, dk_view, dv_view,  # outputs; dk and dv may be partial sums (SPLIT * B, Hkv, Lk, D)
+    B, Hkv, GROUP, Lq, Lk, SPLIT, scale, rate, offset, left, right,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, HAS_LEFT: tl.constexpr, HAS_RIGHT: tl.constexpr,
+):
+    """dq, dk and dv where BLOCK_N holds every key.  One program, all keys of a head, every SPLIT-th part of its queries.
+
+    Fuses   the whole backward, sum(o * do) too: each tile of scores is computed once, and dq is whole at once.
+    Moves   q, k, v, o, do, one fp32 per row in; dq, dk, dv out.
+    Rounds  p and ds to the storage dtype before their products, results at the store; sums in fp32.
+    """
+    pid = tl.program_id(0)
+    part, bh = pid % SPLIT, pid // SPLIT
+    b, kv = bh // Hkv, bh % Hkv
+    j = tl.arange(0, BLOCK_N)
+    k = rows_of(k_view, b, kv, 0, BLOCK_N, BLOCK_D)
+    v = rows_of(v_view, b, kv, 0, BLOCK_N, BLOCK_D)
+    dk = tl.zeros((BLOCK_N, BLOCK_D), dtype=tl.float32)
+    dv = tl.zeros((BLOCK_N, BLOCK_D), dtype=tl.float32)
+    tiles = tl.cdiv(Lq, BLOCK_M)
+    for t in tl.range(part, GROUP * tiles, SPLIT):
+        h, m = kv * GROUP + t // tiles, t % tiles * BLOCK_M
+        row = m + tl.arange(0, BLOCK_M)
+        at = (b * Hkv * GROUP + h).to(tl.int64) * Lq + row
+        q = rows_of(q_view, b, h, m, BLOCK_M, BLOCK_D)
+        do = rows_of(do_view, b, h, m, BLOCK_M, BLOCK_D)
+        o = rows_of(o_view, b, h, m, BLOCK_M, BLOCK_D)
+        lse = tl.load(lse_ptr + at, mask=row < Lq, other=0.0)
+        delta = tl.sum(o.to(tl.float32) * do.to(tl.float32), 1)
+        if dlse_ptr is not None:
+            delta -= tl.load(dlse_ptr + at, mask=row < Lq, other=0.0) * 1.4426950408889634
+        p = tl.exp2(dot(q, k.T) * rate - lse[:, None])
+        p = tl.where(seen((row + offset)[:, None], j[None, :], Lk, left, right, HAS_LEFT, HAS_RIGHT), p, 0.0)
+        dv = dot_add(dv, tl.trans(p.to(do.dtype)), do)
+        ds = (p * (dot(do, v.T) - delta[:, None])).to(q.dtype)
+        dk = dot_add(dk, tl.trans(ds), q)
+        dq = dot(ds, k) * scale
+        put_rows(dq_view, b, h, m, dq, BLOCK_M, BLOCK_D)
+    at = part * B + b
+    put_rows(dk_view, at, kv, 0, dk * scale, BLOCK_N, BLOCK_D)
+    put_rows(dv_view, at, kv, 0, dv, BLOCK_N, BLOCK_D)
+
+
+@triton.jit
+def _fused_tiles(
+    dk, dv, k, v, q_view, do_view, dq_view, lse_ptr, delta_ptr, b, h, at, j, lo, hi, head, Lq, Lk,
+    scale, rate, offset, left, right,
+    BLOCK_M: tl.constexpr, BLOCK_D: tl.constexpr, HAS_LEFT: tl.constexpr, HAS_RIGHT: tl.constexpr, MASKED: tl.constexpr,
+):
+    for m in tl.range(lo, hi, BLOCK_M):
+        row = m + tl.arange(0, BLOCK_M)
+        q = rows_of(q_view, b, h, m, BLOCK_M, BLOCK_D)
+        do = rows_of(do_view, b, h, m, BLOCK_M, BLOCK_D)
+        lse = tl.load(lse_ptr + head + row, mask=row < Lq, other=0.0)
+        p = tl.exp2(dot(k, q.T) * rate - lse[None, :])
+        if MASKED:
+            p = tl.where(seen((row + offset)[None, :], j[:, None], Lk, left, right, HAS_LEFT, HAS_RIGHT), p, 0.0)
+        dv = dot_add(dv, p.to(do.dtype), do)
+        delta = tl.load(delta_ptr + head + row, mask=row < Lq, other=0.0)
+        ds = (p * (dot(v, do.T) - delta[None, :])).to(q.dtype)
+        dk = dot_add(dk, ds, q)
+        dq = dot(tl.trans(ds), k) * scale
+        put_rows(dq_view, at, h, m, dq, BLOCK_M, BLOCK_D)
+    return dk, dv
+
+
+@triton.jit
+def _fused_kernel(
+    q_view, k_view, v_view, do_view, lse_ptr, delta_ptr,  # inputs
+    dq_view, dk_view, dv_view,  # outputs; dq is partial sums, one per block of keys
+    B, Hkv, Lq, Lk, scale, rate, offset, left, right,
+    GROUP: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr,
+    HAS_LEFT: tl.constexpr, HAS_RIGHT: tl.constexpr,
+):
+    """dq, dk and dv in one launch.  One program, BLOCK_N keys of a head and all queries that see them.
+
+    Fuses   five products: each tile of scores is computed once, where dq and dk, dv apart compute it twice.
+    Moves   k, v, q, do, two fp32 per query in; dk, dv out, and an fp32 dq for every BLOCK_N keys, which a second pass sums.
+    Rounds  p and ds to the storage dtype before their products, dk and dv at the store; sums in fp32.
+    """
+    blocks = tl.cdiv(Lk, BLOCK_N)
+    pid = tl.program_id(0)
+    block, bh = pid % blocks, pid // blocks
+    b, kv = bh // Hkv, bh % Hkv
+    first = block * BLOCK_N
+    j = first + tl.arange(0, BLOCK_N)
+    lo, full_lo, full_hi, hi = edges(
+        first - offset, tl.minimum(first + BLOCK_N, Lk) - 1 - offset, Lq, right, left, BLOCK_M, HAS_RIGHT, HAS_LEFT
+    )
+    if not HAS_LEFT:
+        full_hi = hi  # past the last query q and do are zero, and so is what they add: a ragged tile needs no mask
+    if first + BLOCK_N > Lk:  # past the last key p is not zero of itself, and dq would take it in: mask every tile
+        full_lo = tl.cdiv(tl.maximum(hi, 0), BLOCK_M) * BLOCK_M
+        full_hi = full_lo
+    k = rows_of(k_view, b, kv, first, BLOCK_N, BLOCK_D)
+    v = rows_of(v_view, b, kv, first, BLOCK_N, BLOCK_D)
+    dk = tl.zeros((BLOCK_N, BLOCK_D), dtype=tl.float32)
+    dv = tl.zeros((BLOCK_N, BLOCK_D), dtype=tl.float32)
+    at = block * B + b
+    for g in range(GROUP):
+        h = kv * GROUP + g
+        head = (b * Hkv * GROUP + h).to(tl.int64) * Lq
+        dk, dv = _fused_tiles(
+            dk, dv, k, v, q_view, do_view, dq_view, lse_ptr, delta_ptr, b, h, at, j, lo, full_lo, head, Lq, Lk,
+            scale, rate, offset, left, right, BLOCK_M, BLOCK_D, HAS_LEFT, HAS_RIGHT, True,
+        )
+        dk, dv = _fused_tiles(
+            dk, dv, k, v, q_view, do_view, dq_view, lse_ptr, delta_ptr, b, h, at, j, full_lo, full_hi, head, Lq, Lk,
+            scale, rate, offset, left, right, BLOCK_M, BLOCK_D, HAS_LEFT, HAS_RIGHT, False,
+        )
+        if HAS_LEFT:
+            dk, dv = _fused_tiles(
+                dk, dv, k, v, q_view, do_view, dq_view, lse_ptr, delta_ptr, b, h, at, j, full_hi, hi, head, Lq, Lk,
+                scale, rate, offset, left, right, BLOCK_M, BLOCK_D, HAS_LEFT, HAS_RIGHT, True,
+            )
+    put_rows(dk_view, b, kv, first, dk * scale, BLOCK_N, BLOCK_D)
+    put_rows(dv_view, b, kv, first, dv, BLOCK_N, BLOCK_D)
+
+
+def one_tile(do, dlse, q, k, v, o, lse, scale, offset, left, right, tile: Tile):
+    """The backward where tile.N holds every key."""
+    B, H, Lq, D = q.shape
+    Hkv, Lk = k.shape[1:3]
+    q, k, v, o, do = ready(q), ready(k), ready(v), ready(o), ready(do)
+    dq, dk, dv = like(q, D), like(k, D), like(v, D)
+    parts = splits(B * Hkv, H // Hkv * triton.cdiv(Lq, tile.M))
+    sums = partials(parts, dk, dv)
+    _one_tile_kernel[(B * Hkv * parts,)](
+        view(q, tile.M), view(k, tile.N), view(v, tile.N), view(o, tile.M), view(do, tile.M), lse,
+        None if dlse is None else dlse.contiguous(), view(dq, tile.M), *(view(s, tile.N) for s in sums),
+        B, Hkv, H // Hkv, Lq, Lk, parts, scale, scale * LOG2E, offset, **limits(left, right),
+        BLOCK_D=block_d(q.shape[3]), **tile.options,
+    )
+    summed(parts, sums, (dk, dv))
+    return cut(dq, D), cut(dk, D), cut(dv, D)
+
+
+def partial_bytes(q, k, tile: Tile) -> int:
+    return triton.cdiv(k.shape[2], tile.N) * q.numel() * 4
+
+
+def fused(do, dlse, q, k, v, o, lse, scale, offset, left, right, tile: Tile):
+    B, H, Lq, D = q.shape
+    Hkv, Lk = k.shape[1:3]
+    q, k, v, do = ready(q), ready(k), ready(v), ready(do)
+    dq, dk, dv = like(q, D), like(k, D), like(v, D)
+    delta = row_delta(o if o.stride(-1) == 1 else o.contiguous(), do, dlse)
+    blocks = triton.cdiv(Lk, tile.N)
+    partial = partials(blocks, dq)
+    if max(left, right) >= 0:
+        partial[0].zero_()  # tiles that see nothing are not visited
+    _fused_kernel[(B * Hkv * blocks,)](
+        view(q, tile.M), view(k, tile.N), view(v, tile.N), view(do, tile.M), lse, delta,
+        view(partial[0], tile.M), view(dk, tile.N), view(dv, tile.N),
+        B, Hkv, Lq, Lk, scale, scale * LOG2E, offset, **limits(left, right),
+        GROUP=H // Hkv, BLOCK_D=block_d(q.shape[3]), **tile.options,
+    )
+    summed(blocks, partial, (dq,))
+    return cut(dq, D), cut(dk, D), cut(dv, D)

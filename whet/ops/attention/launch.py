@@ -1,0 +1,192 @@
+"""attention's kernels as torch.library ops, which tile serves which inputs, and what the impls refuse."""
+
+import torch
+
+from whet import machine
+from whet.library import Fused
+from whet.op import Impl, error
+from whet.ops._rows import KERNEL_DTYPES
+from whet.ops.attention import fp8
+from whet.ops.attention.backward import backward
+from whet.ops.attention.common import LN2, Tile, block_d, has_descriptors
+from whet.ops.attention.forward import forward
+from whet.ops.attention.fused import PARTIAL_LIMIT, fused, one_tile, partial_bytes
+from whet.ops.attention.meaning import scale_of, span
+
+# forward/dq/dkdv by BLOCK_D; the first is the default, the rest are what tuning tries beside it. Chosen by timing each
+# kernel on an H200: products of 64 rows keep three programs on an SM, and the plain forward beats one in Gluon by a fifth.
+HOPPER = {
+    16: ("64x128w4s2/64x64w4s3/64x64w4s3",), 32: ("64x128w4s2/64x64w4s3/64x64w4s3",),
+    64: (
+        "64x128w4s2/64x64w4s3/64x64w4s3", "64x128w4s2/64x64w4s3/g64x64w4s2", "64x64w4s2/64x64w4s3/g64x64w4s2",
+        "64x128w4s2/64x64w4s2/32x64w4s3",
+    ),
+    128: ("64x64w4s3/g64x64w4s2/g64x128w8s2", "64x64w4s2/g64x32w4s2/g32x64w4s2", "64x64w4s3/64x64w4s2/g32x64w4s2"),
+    256: ("64x64w8s2/64x32w8s2/32x64w8s2",),
+}
+OTHERS = {
+    16: ("64x64w4s3/64x64w4s2/64x64w4s2",), 32: ("64x64w4s3/64x64w4s2/64x64w4s2",),
+    64: ("64x64w4s3/64x64w4s2/64x64w4s2", "128x64w4s3/64x64w4s2/32x64w4s2", "64x64w4s3/64x32w4s2/32x64w4s3"),
+    128: ("64x32w4s2/64x32w4s2/32x64w4s2", "128x32w8s3/64x32w4s1/32x64w8s1"),
+    256: ("32x32w4s2/32x32w4s1/32x32w4s1",),
+}
+WIDE = {  # float32: three TF32 products each, which take most of the registers
+    16: ("64x32w4s1/64x32w4s1/32x64w4s1",), 32: ("64x32w4s1/64x32w4s1/32x64w4s1",), 64: ("64x32w4s1/64x32w4s1/32x64w4s1",),
+    128: ("64x32w4s1/64x32w8s1/32x64w8s1",), 256: ("32x16w4s1/32x16w4s1/16x32w4s1",),
+}
+FUSED_TILE = {16: "64x64w4s2", 32: "64x64w4s2", 64: "64x64w4s2", 128: "32x64w8s1", 256: "32x32w8s1"}
+FUSED_WIDE = {16: "32x32w4s1", 32: "32x32w4s1", 64: "32x32w4s1", 128: "16x16w4s1", 256: "16x16w4s1"}
+ONE_TILE = Tile(64, 64, 4, 2)  # past 64 keys or a head of 64 it spills, and two passes are faster
+
+
+def table(q) -> tuple[str, ...]:
+    """The tiles for these inputs on this GPU, the default first. Gluon's are for Hopper; newer GPUs take plain Triton's."""
+    D, capability = block_d(q.shape[3]), machine.this_machine().capability
+    if q.dtype == torch.float32:
+        return WIDE[D]
+    if not has_descriptors():
+        return OTHERS[D]
+    return HOPPER[D] if capability and capability[0] == 9 else tuple(dict.fromkeys(t.replace("g", "") for t in HOPPER[D]))
+
+
+def tiles(q, k, v, causal=None, window=None, scale=None, return_lse=False, precision=None) -> tuple[str, ...]:
+    """What tuning tries beside the default. One tile of keys leaves the backward no choice, so there is nothing to try."""
+    return () if fits_one_tile(q, k) else table(q)[1:]
+
+
+def tiles_of(q, tile: str) -> tuple[Tile, Tile, Tile]:
+    """The tiles of forward, dq and dkdv: those asked for, else this GPU's for these inputs."""
+    parts = (tile or table(q)[0]).split("/")
+    if len(parts) != 3:
+        raise ValueError(f"attention: tile must be forward/dq/dkdv, such as {HOPPER[64][0]}, got {tile!r}")
+    forward_tile, dq, dkdv = map(Tile.read, parts)
+    return forward_tile, dq, dkdv
+
+
+def fits_one_tile(q, k) -> bool:
+    return 0 < k.shape[2] <= ONE_TILE.N and block_d(q.shape[3]) <= 64 and q.dtype != torch.float32
+
+
+def launch_forward(q, k, v, scale, offset, left, right, tile):
+    chosen = tiles_of(q, tile)[0]
+    return forward(q, k, v, scale, offset, left, right, ONE_TILE if fits_one_tile(q, k) else chosen)
+
+
+def launch_backward(do, dlse, q, k, v, o, lse, scale, offset, left, right, tile):
+    do = torch.zeros_like(o) if do is None else do
+    if fits_one_tile(q, k) and q.numel():
+        return one_tile(do, dlse, q, k, v, o, lse, scale, offset, left, right, ONE_TILE)
+    return backward(do, dlse, q, k, v, o, lse, scale, offset, left, right, *tiles_of(q, tile)[1:])
+
+
+def launch_fused(do, dlse, q, k, v, o, lse, scale, offset, left, right, tile):
+    do = torch.zeros_like(o) if do is None else do
+    if fits_one_tile(q, k) or not (q.numel() and k.numel()):
+        return launch_backward(do, dlse, q, k, v, o, lse, scale, offset, left, right, "")
+    return fused(do, dlse, q, k, v, o, lse, scale, offset, left, right, fused_tile(q, tile))
+
+
+def fused_tile(q, tile: str) -> Tile:
+    return Tile.read(tile or (FUSED_WIDE if q.dtype == torch.float32 else FUSED_TILE)[block_d(q.shape[3])])
+
+
+def launch_fp8_backward(do, dlse, q, k, v, o, lse, scale, offset, left, right, tile):
+    """The gradient of what the forward computed: of the rounded q, k, v, in their own precision, passed straight through."""
+    q, k, v = fp8.dequantized(q, k, v)
+    return launch_backward(do, dlse, q, k, v, o, lse, scale, offset, left, right, "")
+
+
+def _fake(q, k, v, scale, offset, left, right, tile):
+    return torch.empty_like(q), q.new_empty(q.shape[:3], dtype=torch.float32)
+
+
+def _fake_backward(do, dlse, q, k, v, o, lse, scale, offset, left, right, tile):
+    return torch.empty_like(q), torch.empty_like(k), torch.empty_like(v)
+
+
+def registered(name, run_forward, run_backward) -> Fused:
+    options = "float scale, int offset, int left, int right, str tile"
+    kept = "Tensor q, Tensor k, Tensor v, Tensor o, Tensor lse"
+    return Fused(
+        name,
+        f"(Tensor q, Tensor k, Tensor v, {options}) -> (Tensor, Tensor)", run_forward, _fake,
+        f"(Tensor? do, Tensor? dlse, {kept}, {options}) -> (Tensor, Tensor, Tensor)", run_backward, _fake_backward,
+        save=lambda args, results: ((*args[:3], *results), args[3:]),
+        grads_to=(0, 1, 2, None, None, None, None, None), n_out=2,
+    )
+
+
+TWO_PASS = registered("attention", launch_forward, launch_backward)
+ONE_PASS = registered("attention_fused_bwd", launch_forward, launch_fused)
+IN_FP8 = registered("attention_fp8", fp8.forward, launch_fp8_backward)
+
+
+def kernel_refuses(q, k, v, causal=None, window=None, scale=None, return_lse=False, precision=None):
+    if q.dtype not in KERNEL_DTYPES:
+        return f"q, k and v must be float32, float16 or bfloat16, got {q.dtype}"
+    if not 16 <= q.shape[3] <= 256:
+        return f"the head size must be 16 to 256, got {q.shape[3]}"
+    if scale is not None and scale < 0:
+        return f"scale must not be negative, got {scale}"
+    if k.shape[2] == 1 or window == 1:
+        return "a query must see two keys or more: over one the gradient of q and k is rounding error"
+    if max(q.shape[2], k.shape[2]) >= 2**30:
+        return f"lengths must be under 2^30, got {q.shape[2]} and {k.shape[2]}"
+    return None
+
+
+def refuses(q, k, v, causal=None, window=None, scale=None, return_lse=False, precision=None):
+    if precision is not None:
+        return "computes in the inputs' precision; precision='fp8' is served by triton_fp8, eager and compile"
+    return kernel_refuses(q, k, v, causal, window, scale, return_lse, precision)
+
+
+def fused_refuses(q, k, v, causal=None, window=None, scale=None, return_lse=False, precision=None):
+    if reason := refuses(q, k, v, causal, window, scale, return_lse, precision):
+        return reason
+    if (needed := partial_bytes(q, k, fused_tile(q, ""))) > PARTIAL_LIMIT:
+        return f"the partial sums of dq would take {needed / 2**30:.1f} GiB, more than {PARTIAL_LIMIT >> 30}"
+    return None
+
+
+def fp8_refuses(q, k, v, causal=None, window=None, scale=None, return_lse=False, precision=None):
+    if precision != "fp8":
+        return "changes the precision, which is done only where asked for: precision='fp8'"
+    if q.dtype != torch.bfloat16:
+        return f"q, k and v must be bfloat16, got {q.dtype}"
+    return kernel_refuses(q, k, v, causal, window, scale, return_lse, precision)
+
+
+def runner(op: Fused, impl: str, refused):
+    def run(q, k, v, causal=None, window=None, scale=None, return_lse=False, precision=None, tile=""):
+        if reason := refused(q, k, v, causal, window, scale, return_lse, precision):
+            raise error("attention", impl, reason)
+        if torch.is_autocast_enabled(q.device.type):
+            q, k, v = (t.to(torch.get_autocast_dtype(q.device.type)) for t in (q, k, v))
+        offset, left, right = span(causal, window, q.shape[2], k.shape[2])
+        left, right = (-1 if limit is None else limit for limit in (left, right))
+        o, lse = op(q, k, v, float(scale_of(scale, q)), offset, left, right, tile)
+        return (o, lse * LN2) if return_lse else o  # from base 2, in which the kernels keep it
+
+    return run
+
+
+LIMITS = (
+    "dtypes other than fp32, fp16, bf16", "head sizes under 16 or over 256", "a negative scale", "one key to a query",
+    "lengths of 2^30 and more",
+)
+IMPLS = {
+    "triton": Impl(
+        runner(TWO_PASS, "triton", refuses), refuses, needs="triton", tiles=tiles, limits=("precision='fp8'", *LIMITS),
+        spills="float32, whose products take three times the operands, and head size 256",
+    ),
+    "triton_fused_bwd": Impl(
+        runner(ONE_PASS, "triton_fused_bwd", fused_refuses), fused_refuses, needs="triton",
+        limits=("precision='fp8'", *LIMITS, "more than 4 GiB of partial sums of dq"),
+        spills="five products share one program's registers: at head sizes over 64, and in float32",
+    ),
+    "triton_fp8": Impl(
+        runner(IN_FP8, "triton_fp8", fp8_refuses), fp8_refuses, needs="triton", capability=(8, 9),
+        implies=dict(precision="fp8"), limits=("any precision but 'fp8'", "dtypes other than bf16", *LIMITS[1:]),
+    ),
+}
