@@ -20,7 +20,7 @@ from conftest import (
 )
 
 import whet.ops
-from whet.op import DTYPES, LAYOUTS, accepts, as_tuple, discover, nbytes, tensors
+from whet.op import DTYPES, LAYOUTS, accepts, as_tuple, discover, nbytes, ours, tensors
 from whet.verify import evaluate, verify, verify_case
 
 
@@ -44,6 +44,8 @@ def test_impl_is_right_or_says_why_not(op, impl, case, dtype, device):
             getattr(whet.ops, op.name)(**args, impl=impl)
         return
     verdict = verify_case(op, impl, case, dtype, device)
+    if not verdict.ok and dtype in op.impls[impl].misses and not ours(impl):
+        pytest.xfail(f"{op.impls[impl].misses}: {verdict.why}")
     assert verdict.ok, verdict.why
 
 

@@ -24,6 +24,7 @@ from whet.verify import leaf_copies, upstream
 
 FLUSH_BYTES = 256 * 2**20  # several times the largest L2 (H200: 60 MiB; MI300X: 256 MiB of Infinity Cache)
 MODES = ("eager", "graph")
+SLOW_MS = 100.0  # a run of this length needs no more warming up than itself
 
 
 @dataclass(frozen=True)
@@ -63,7 +64,7 @@ def compare(
 ) -> dict[str, Timing]:
     """Time the candidates in turns: every round runs each once, so drift touches all alike.
 
-    seconds: time to spend per candidate; least: rounds to run however slow they are.
+    seconds: time to spend per candidate; least: rounds to run however slow they are, three where all are very slow.
     """
     if mode not in MODES:
         raise ValueError(f"compare: mode must be one of {MODES}, got {mode!r}")
@@ -73,11 +74,15 @@ def compare(
         return {}
     if not torch.cuda.is_available():
         return _compare_cpu(runs, seconds, least)
-    memory = {name: peak_mib(run) for name, run in runs.items()}
-    graphs = {name: Graph(run) for name, run in runs.items()} if mode == "graph" else {}
+    memory, slow = {}, {}
+    for name, run in runs.items():
+        memory[name] = peak_mib(run)
+        slow[name] = _once_gpu(run, False, False)[0] > SLOW_MS
+    graphs = {name: Graph(run, warm_up=1 if slow[name] else 3) for name, run in runs.items()} if mode == "graph" else {}
     once = {name: functools.partial(_once_gpu, graphs.get(name) or run, bool(graphs), flush) for name, run in runs.items()}
-    first = {name: min(f()[0] for _ in range(3)) for name, f in once.items()}
+    first = {name: min(f()[0] for _ in range(1 if slow[name] else 3)) for name, f in once.items()}
     per_round = sum(max(ms, 0.05) + 0.15 for ms in first.values()) / 1e3
+    least = min(least, 3) if all(slow.values()) else least
     rounds = int(min(200, max(least, seconds * len(runs) / per_round)))
     samples: dict[str, list] = {name: [] for name in runs}
     for _ in range(rounds):
@@ -134,11 +139,11 @@ def _compare_cpu(runs: dict[str, Callable], seconds: float, least: int) -> dict[
 class Graph:
     """A captured run: call it to replay."""
 
-    def __init__(self, run: Callable):
+    def __init__(self, run: Callable, warm_up: int = 3):
         stream = torch.cuda.Stream()
         stream.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(stream):
-            for _ in range(3):
+            for _ in range(warm_up):
                 run()
         torch.cuda.current_stream().wait_stream(stream)
         torch.cuda.synchronize()
@@ -204,8 +209,9 @@ class Ceilings:
 
     def _parts(self, cost: Cost, backward: bool, dtype: str) -> tuple[float, float]:
         """Seconds to move the bytes, seconds to do the flops; a dtype whose rate was not measured goes at float32's."""
-        moved, flops = cost.of(backward)
-        return moved / (self.copy_gbs * 1e9), flops / (self.tflops.get(dtype, self.tflops["float32"]) * 1e12)
+        rate, forward_rate = (self.tflops.get(d, self.tflops["float32"]) for d in (dtype, cost.dtype or dtype))
+        compute = cost.flops / forward_rate + (cost.bwd_flops / rate if backward else 0.0)
+        return cost.of(backward)[0] / (self.copy_gbs * 1e9), compute / 1e12
 
 
 def ceilings(again: bool = False) -> Ceilings:
@@ -237,6 +243,11 @@ def _measure_ceilings() -> Ceilings:
         a, b = (torch.randn(side, side, device=device).to(getattr(torch, name)) for _ in range(2))
         t = compare({"mm": functools.partial(torch.mm, a, b)}, flush=False, seconds=0.3)["mm"]
         tflops[name] = round(2 * side**3 / t.low / 1e9, 2)
+    if gpu and torch.cuda.get_device_capability() >= (8, 9) and not torch.version.hip:
+        one = torch.ones((), device=device)
+        a, b = (torch.randn(side, side, device=device).to(torch.float8_e4m3fn) for _ in range(2))
+        mm = functools.partial(torch._scaled_mm, a, b.t(), scale_a=one, scale_b=one, out_dtype=torch.bfloat16)
+        tflops["float8_e4m3fn"] = round(2 * side**3 / compare({"mm": mm}, flush=False, seconds=0.3)["mm"].low / 1e9, 2)
     return Ceilings(round(copy_gbs, 1), tflops)
 
 

@@ -34,6 +34,7 @@ class Cost:
     flops: int
     bwd_bytes: int = 0
     bwd_flops: int = 0
+    dtype: str = ""  # in which the forward's products run, where that is not the inputs'
 
     def of(self, backward: bool) -> tuple[int, int]:
         return (self.bytes + self.bwd_bytes, self.flops + self.bwd_flops) if backward else (self.bytes, self.flops)
@@ -56,6 +57,7 @@ class Impl:
     no_graph: str = ""  # why it cannot be captured as a CUDA graph; empty: it can
     spills: str = ""  # why a kernel of this impl may spill registers on sm_90; empty: it may not
     limits: tuple[str, ...] = ()  # what `refuses` rules out, for the docs; a test holds that each is said by refuses
+    misses: str = ""  # where a stock call is known to err past the budget; tuning finds that, and leaves it out
     implies: Mapping = field(default_factory=dict)  # arguments that naming this impl sets, where they are not given
     tiles: Callable[..., tuple[str, ...]] = untiled  # variants to try beside the default: run(..., tile=one of them)
 

@@ -17,7 +17,7 @@ from whet.ops.attention.meaning import ROWS  # rows that share a scale: also the
 # By the padded head size; the first is the default.
 TILES = {
     32: ("64x128w4s3",),
-    64: ("64x128w4s2", "64x128w4s3", "128x128w8s2"),
+    64: ("64x128w4s3", "64x128w4s2", "128x128w8s2"),
     128: ("64x128w4s2", "64x128w4s3", "128x128w8s2"),
     256: ("64x128w8s2",),
 }
@@ -92,7 +92,8 @@ def _attend(
     """The state after the keys [lo, hi): acc * unit_v the weighted values, top the largest q . k so far, total the weights.
 
     Scales are powers of two, so that acc and top pass exactly from the units of one tile to those of the next. A tile's
-    scales are read during the tile before it: read where they are used, they cost a barrier a tile.
+    scales are read during the tile before it: read where they are used, they cost a barrier a tile. What is carried of v's
+    is their ratio: a value that is carried over two tiles makes Triton give up copying tiles ahead.
     """
     end = (Lk - 1) // BLOCK_N
     tile = tl.minimum(lo // BLOCK_N, end)

@@ -121,6 +121,10 @@ ONE_PASS = registered("attention_fused_bwd", launch_forward, launch_fused)
 IN_FP8 = registered("attention_fp8", fp8.forward, launch_fp8_backward)
 
 
+def fp8_tiles(q, k, v, causal=None, window=None, scale=None, return_lse=False, precision=None) -> tuple[str, ...]:
+    return fp8.TILES[fp8.padded(q.shape[3])][1:]
+
+
 def kernel_refuses(q, k, v, causal=None, window=None, scale=None, return_lse=False, precision=None):
     if q.dtype not in KERNEL_DTYPES:
         return f"q, k and v must be float32, float16 or bfloat16, got {q.dtype}"
@@ -187,6 +191,7 @@ IMPLS = {
     ),
     "triton_fp8": Impl(
         runner(IN_FP8, "triton_fp8", fp8_refuses), fp8_refuses, needs="triton", capability=(8, 9),
-        implies=dict(precision="fp8"), limits=("any precision but 'fp8'", "dtypes other than bf16", *LIMITS[1:]),
+        implies=dict(precision="fp8"), tiles=fp8_tiles,
+        limits=("any precision but 'fp8'", "dtypes other than bf16", *LIMITS[1:]),
     ),
 }

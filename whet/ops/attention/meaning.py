@@ -194,6 +194,7 @@ def cost(q, k, v, causal=None, window=None, scale=None, return_lse=False, precis
     return Cost(
         bytes=nbytes(q, k, v, q) + lse, flops=4 * work,
         bwd_bytes=nbytes(q, k, v, q, q) + nbytes(q, k, v) + lse, bwd_flops=10 * work,
+        dtype="float8_e4m3fn" if precision == "fp8" else "",
     )
 
 

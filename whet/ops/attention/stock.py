@@ -59,7 +59,7 @@ def run_torch(q, k, v, causal=None, window=None, scale=None, return_lse=False, p
     )
 
 
-def sdpa(backend: SDPBackend, able: str, *limits: str) -> Impl:
+def sdpa(backend: SDPBackend, able: str, *limits: str, misses: str = "") -> Impl:
     """SDPA held to one backend.
 
     able  the function of torch.backends.cuda that says whether the backend takes a call; what it warns of is the reason
@@ -79,7 +79,7 @@ def sdpa(backend: SDPBackend, able: str, *limits: str) -> Impl:
         with sdpa_kernel(backend):  # so that a backend switched off elsewhere is asked as it will run
             return torchs_reason(able, q, k, v, causal, window)
 
-    return Impl(run, refuses, limits=(*SDPA_LIMITS, *limits))
+    return Impl(run, refuses, limits=(*SDPA_LIMITS, *limits), misses=misses)
 
 
 def torchs_reason(able: str, q, k, v, causal, window):
@@ -95,8 +95,11 @@ def torchs_reason(able: str, q, k, v, causal, window):
         warnings.simplefilter("always")
         if getattr(torch.backends.cuda, able)(params, debug=True):
             return None
+        with contextlib.suppress(RuntimeError):  # asked, it writes its reasons to stderr; called, it fails and warns of them
+            F.scaled_dot_product_attention(q, k, v, attn_mask=mask, is_causal=is_causal, enable_gqa=q.shape[1] != k.shape[1])
     said = [cleaned(str(w.message)) for w in caught]
-    return next((text for text in said if text), f"torch.backends.cuda.{able} says no, without a reason")
+    reasons = [text for text in said if text and not re.search(r"not used because:$|has been runtime disabled", text)]
+    return reasons[0] if reasons else f"torch.backends.cuda.{able} says no, without a reason"
 
 
 @contextlib.contextmanager
@@ -125,6 +128,8 @@ def flex_refuses(q, k, v, causal=None, window=None, scale=None, return_lse=False
         return f"q must be float32, float16 or bfloat16 with a head size of at least 16, got {q.dtype} and {q.shape[3]}"
     if not q.numel() or not Lk:
         return f"q, k and v must not be empty, got {tuple(q.shape)} and {tuple(k.shape)}"
+    if Lq < 128:
+        return f"q must have 128 rows or more: for fewer it takes a kernel that not every group of heads has, got {Lq}"
     if span(causal, window, Lq, Lk)[1:] != (None, None) and Lq * Lk > MASK_LIMIT:
         return f"the mask that its block mask is made of must take no more than {MASK_LIMIT >> 30} GiB, got {Lq} x {Lk} bytes"
     return None
@@ -169,23 +174,24 @@ FP8_LIMIT, BIG_MASK = "precision='fp8'", f"a mask of more than {MASK_LIMIT >> 30
 SDPA_LIMITS = (FP8_LIMIT, "return_lse", "empty inputs", "queries that see no key", f"{BIG_MASK} (any window, or bottom-right)")
 SCORES_LIMITS = (f"scores of more than {SCORES_LIMIT >> 30} GiB",)
 ON_GPU = "tensors that are not on the GPU"
+TF32 = "float32 on a GPU: the memory-efficient kernel takes each product as three TF32 ones"
 
 STOCK = {
     "eager": Impl(reference, formula_refuses, limits=SCORES_LIMITS),
     "compile": Impl(compiled(reference), formula_refuses, limits=SCORES_LIMITS),
-    "torch": Impl(run_torch, sdpa_refuses, limits=SDPA_LIMITS),
+    "torch": Impl(run_torch, sdpa_refuses, limits=SDPA_LIMITS, misses=TF32),
     "sdpa_flash": sdpa(
         SDPBackend.FLASH_ATTENTION, "can_use_flash_attention", ON_GPU, "what torch says FlashAttention cannot do: masks, fp32"
     ),
     "sdpa_efficient": sdpa(
         SDPBackend.EFFICIENT_ATTENTION, "can_use_efficient_attention", ON_GPU,
-        "what torch says its memory-efficient kernel cannot do: grouped heads, unaligned head sizes",
+        "what torch says its memory-efficient kernel cannot do: grouped heads, unaligned head sizes", misses=TF32,
     ),
     "sdpa_cudnn": sdpa(
         SDPBackend.CUDNN_ATTENTION, "can_use_cudnn_attention", ON_GPU, "what torch says cuDNN cannot do: fp32, wide heads"
     ),
     "flex": Impl(
         run_flex, flex_refuses,
-        limits=(FP8_LIMIT, ON_GPU, "float64", "head sizes under 16", "empty inputs", BIG_MASK),
+        limits=(FP8_LIMIT, ON_GPU, "float64", "head sizes under 16", "empty inputs", "under 128 queries", BIG_MASK),
     ),
 }
