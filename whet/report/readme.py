@@ -186,10 +186,14 @@ def memory(entries: list[dict], columns: list[str]) -> list[str]:
 
 
 def summary(root: Path) -> str:
-    """Per op: the geometric mean over shapes of chosen against best other, and the worst of them, per mode."""
+    """Per op: the geometric mean over shapes of chosen against best other, and the worst of them, per mode.
+
+    Calls at another precision than their inputs' are left out: nothing that can be had without whet does what they do.
+    """
     columns = [text for mode in MODES for text in (f"{mode}: mean", f"{mode}: worst")]
     parts = []
     for heading, used, entries in sections(read(root, "bench")):
+        entries = [e for e in entries if not e["call"]["case"].get("precision")]
         ops = list(dict.fromkeys(e["call"]["op"] for e in entries))
         rows = [summary_row(op, [e for e in entries if e["call"]["op"] == op]) for op in ops]
         rows.append(summary_row("all", entries))

@@ -101,15 +101,15 @@ def note(e: dict, name: str) -> str:
 
 
 def left_out(entries: list[dict]) -> list[str]:
-    """Every candidate that lost its candidacy, with the reason, said once per impl and reason."""
-    reasons: dict[tuple[str, str], dict[str, list[str]]] = {}
+    """Every candidate that lost its candidacy, with the reason; those that share a reason share a line."""
+    reasons: dict[str, dict[str, list[str]]] = {}
     for e in entries:
         for name, c in e["candidates"].items():
             if not c["ok"]:
-                reasons.setdefault((base(name), c["why"]), {}).setdefault(name, []).append(e["call"]["op"])
+                reasons.setdefault(c["why"], {}).setdefault(name, []).append(e["call"]["op"])
     return [
         f"not a candidate: {', '.join(names)} for {', '.join(dict.fromkeys(sum(names.values(), [])))}: {why}"
-        for (_, why), names in reasons.items()
+        for why, names in reasons.items()
     ]
 
 

@@ -13,8 +13,8 @@ from whet.ops.attention.forward import forward
 from whet.ops.attention.fused import PARTIAL_LIMIT, fused, one_tile, partial_bytes
 from whet.ops.attention.meaning import scale_of, span
 
-# forward/dq/dkdv by BLOCK_D; the first is the default, the rest are what tuning tries beside it. Chosen by timing each
-# kernel on an H200: products of 64 rows keep three programs on an SM, and the plain forward beats one in Gluon by a fifth.
+# forward/dq/dkdv by BLOCK_D; the first is the default, the rest are what tuning tries beside it. Products of 64 rows keep
+# three programs on an SM, which overlap better than one that is pipelined by hand: see docs/kernels.md.
 HOPPER = {
     16: ("64x128w4s2/64x64w4s3/64x64w4s3",), 32: ("64x128w4s2/64x64w4s3/64x64w4s3",),
     64: (
