@@ -14,7 +14,7 @@ import whet.ops
 from whet.op import DTYPES, discover
 from whet.ops.attention import stock
 from whet.ops.attention.meaning import PROVABLE, ROWS, any_blind, pairs, rounded, seen, span
-from whet.verify import evaluate, verify
+from whet.verify import evaluate, judge, verify
 
 OP = discover()["attention"]
 inputs, reference, case_of, cost, proof = OP.inputs, OP.reference, OP.case_of, OP.cost, OP.proof
@@ -67,7 +67,7 @@ def test_an_option_out_of_range_is_named_with_what_was_given(name, value):
     (dict(q=torch.zeros(5, 16)), r"q must have four dimensions .*got \(5, 16\)"),
     (dict(v=torch.zeros(1, 2, 6, 16)), r"v must have k's shape \(1, 2, 7, 16\), got \(1, 2, 6, 16\)"),
     (dict(k=torch.zeros(1, 3, 7, 16), v=torch.zeros(1, 3, 7, 16)), r"heads that divides q's 2, got 3"),
-    (dict(k=torch.zeros(1, 2, 7, 16).half()), r"k must have q's dtype torch.float32, got torch.float16"),
+    (dict(k=torch.zeros(1, 2, 7, 16).half()), r"k must have q's dtype torch.float32 outside autocast, got torch.float16"),
 ])
 def test_tensors_that_do_not_fit_are_named_with_both_sizes(change, words):
     with pytest.raises(ValueError, match=words):
@@ -239,7 +239,29 @@ def test_proof_of_a_small_case_is_the_case():
 
 @pytest.mark.parametrize("impl", [*SDPA, "flex"])
 def test_off_the_gpu_a_gpu_backend_says_so(impl):
-    assert OP.impls[impl].refuses(**make(torch.bfloat16)) == "needs tensors on the GPU"
+    assert OP.impls[impl].refuses(**make(torch.bfloat16)).startswith("needs tensors on the GPU")
+
+
+def test_under_autocast_inputs_of_two_dtypes_are_one():
+    q, k, v = (torch.randn(1, 2, 8, 16) for _ in "qkv")
+    with torch.autocast("cpu", torch.bfloat16):
+        mixed = {impl: whet.ops.attention(q, k, v.bfloat16(), impl=impl) for impl in ("auto", "eager", "triton")}
+        same = whet.ops.attention(q, k, v, impl="eager")
+    exact = {"output 0": reference(q.double(), k.double(), v.double())}
+    assert all(judge({"output 0": o}, {"output 0": same}, exact).ok for o in mixed.values())
+
+
+@pytest.mark.parametrize("scale", [0.0, -0.3])
+def test_a_scale_that_is_not_positive_is_right_and_taken_by_the_formula_alone(scale):
+    args = make(torch.float32, Lq=33, Lk=33, D=16, causal="top-left", scale=scale)
+    assert all("scale must be positive" in OP.impls[n].refuses(**args) for n in ("torch", "triton", "triton_fused_bwd"))
+    assert torch.equal(whet.ops.attention(**args), reference(**args)) and reference(**args).isfinite().all()
+
+
+@pytest.mark.parametrize("scale", [float("nan"), float("inf")])
+def test_a_scale_that_is_not_finite_is_refused(scale):
+    with pytest.raises(ValueError, match="scale must be None or a finite number"):
+        whet.ops.attention(**make(torch.float32, scale=scale))
 
 
 @pytest.mark.parametrize("backend", SDPA.values())

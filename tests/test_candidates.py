@@ -72,7 +72,7 @@ def test_a_named_tile_runs_and_an_unknown_one_names_the_choices(way, planted):
     assert run(X, W, "torch@4x4")[0, 0] == 4 and run(X, W, "torch@2x2")[0, 0] == 2 and run(X, W, "torch")[0, 0] == 1
     with pytest.raises(Exception, match=r"rms_norm\[torch@9x9\]: the tile must be one of \['2x2', '4x4'\].* got '9x9'"):
         run(X, W, "torch@9x9")
-    with pytest.raises(Exception, match=r"the tile must be one of \[\] for these arguments, got '2x2'"):
+    with pytest.raises(Exception, match=r"has no tiles to choose among .* got '2x2'; impl='eager' takes its own"):
         run(X, W, "eager@2x2")
 
 
@@ -136,11 +136,38 @@ def test_where_stock_and_eager_refuse_auto_takes_the_simplest_that_does_not(way,
     assert run(X, W)[0, 0] == 7
 
 
-def test_where_every_impl_refuses_auto_says_what_eager_said(monkeypatch):
+def test_where_every_impl_refuses_auto_says_what_each_said(monkeypatch):
     for name in OP.impls:
         monkeypatch.setitem(OP.impls, name, Impl(tiled, lambda x, w, eps: "the scores do not fit"))
-    with pytest.raises(ValueError, match=r"rms_norm\[auto\]: no impl takes these arguments; eager said: the scores do not fit"):
+    reasons = r"rms_norm\[auto\]: no impl takes these arguments \(eager: the scores do not fit; torch: "
+    with pytest.raises(ValueError, match=reasons):
         Choices().rms_norm(X, W)
+
+
+def test_a_call_in_another_layout_is_looked_up_anew(monkeypatch):
+    def contiguous_only(x, w, eps):
+        return None if x.is_contiguous() else "x must be contiguous"
+
+    monkeypatch.setitem(OP.impls, "torch", Impl(tiled, contiguous_only))
+    made = Choices()
+    assert made.rms_norm(X, W, 0.0)[0, 0] == 1, "the planted impl"
+    assert made.rms_norm(X.T.contiguous().T, W, 0.0)[0, 0] != 1, "another that takes the layout"
+
+
+def test_options_that_are_equal_but_of_another_type_are_checked_anew():
+    q = torch.randn(1, 1, 4, 16)
+    made = Choices()
+    made.attention(q, q, q, causal=True, window=1)
+    windows = (dict(causal=True, window=True), dict(causal=True, window=1.0))
+    for wrong in (dict(causal=1), dict(causal=1.0), dict(causal=[1]), *windows):
+        with pytest.raises(ValueError, match=r"attention\[auto\]: (causal|window) must be"):
+            made.attention(q, q, q, **wrong)
+
+
+@pytest.mark.parametrize("impl", [None, [], print])
+def test_an_impl_that_is_no_name_names_the_choices(impl):
+    with pytest.raises(ValueError, match="rms_norm: impl must be 'auto' or one of "):
+        whet.ops.rms_norm(X, W, impl=impl)
 
 
 def test_every_kernel_of_whets_own_is_known_by_its_name():

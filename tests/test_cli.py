@@ -142,8 +142,10 @@ def test_machine_example_runs_and_tells_ceilings_with_units():
 
 
 def test_ops_example_runs_and_lists_every_op_with_its_impls():
-    result = invoke(*example("ops"))
+    result = invoke("ops")
     assert result.exit_code == 0 and all(name in result.stdout for name in discover())
+    one = invoke(*example("ops"))
+    assert one.exit_code == 0 and "bottom-right" in one.stdout and "rms_norm" not in one.stdout
     listed = json.loads(invoke("ops", "--json").stdout)
     assert set(listed) == set(discover())
     for name, op in discover().items():
@@ -249,6 +251,7 @@ WRONG = {
     "missing": ("bench rope --shapes B=8", "a shape of rope is B=...,S=...,Hq=...,Hk=...,D=..."),
     "together": ("bench rope --shapes B=1,S=8,Hq=2,Hk=2,D=7", "rope: rotary_dim must be even and at least 2, got 7"),
     "layout": ("bench rms_norm --shapes M=8,N=8,layout=3", "layout must be one of"),
+    "no-op": ("ops attentoin", "there is no attentoin; there are add_rms_norm, attention, "),
     "dtype": ("bench rms_norm --dtype int8", "dtype must be one of ['float32', 'float16', 'bfloat16', 'float64'], got 'int8'"),
     "mode": ("bench rms_norm --mode fast", "mode must be eager, graph or both, got 'fast'"),
     "model": ("optimize gpt-9", "unknown model 'gpt-9'; there are "),

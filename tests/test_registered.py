@@ -224,7 +224,7 @@ def test_double_backward_raises_and_names_the_kernel(op, impl, way, device):
         outs = as_tuple(kernel_of(op, impl)(**args))
         total = sum((o * o).sum() for o in outs)
         grads = torch.autograd.grad(total, wanted(op, args), create_graph=True, allow_unused=True)
-        with pytest.raises(RuntimeError, match=rf"{op.name}\w*\[triton\]: double backward is not supported"):
+        with pytest.raises(RuntimeError, match=rf"{op.name}\w*\[{impl}\]: double backward is not supported"):
             sum(g.sum() for g in grads if g is not None).backward()
 
 

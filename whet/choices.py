@@ -59,7 +59,8 @@ def chosen(op: Op, choices: Choices) -> Callable:
         for name in (picked, base(picked), op.stock, "eager", *op.impls):
             if absent[base(name)] is None and op.misfits(name, bound) is None:
                 return op.run(name)
-        raise error(op.name, "auto", f"no impl takes these arguments; eager said: {op.misfits('eager', bound)}")
+        reasons = (f"{name}: {absent[name] or op.misfits(name, bound)}" for name in op.impls)
+        raise error(op.name, "auto", f"no impl takes these arguments ({'; '.join(reasons)})")
 
     def refused(*args):
         return error(op.name, "auto", not_tensors(op, dict(zip(parameters, args))) or "arguments must be tensors")
@@ -88,8 +89,8 @@ def _written_out(op: Op) -> str:
     """The source of `chosen`'s function. fast is emptied when an option that never repeats, such as a position, fills it."""
     key, given = ["grad_enabled()", f"{next(iter(op.signature.parameters))}.device"], []
     for name, p in op.signature.parameters.items():
-        facts = f"{name}.shape, {name}.dtype, {name}.requires_grad"
-        key.append(facts if required(p) else f"({facts}) if isinstance({name}, Tensor) else {name}")
+        facts = f"{name}.shape, {name}.stride(), {name}.dtype, {name}.requires_grad"
+        key.append(facts if required(p) else f"({facts}) if isinstance({name}, Tensor) else ({name}.__class__, {name})")
         given.append(name if required(p) else f"{name}=defaults[{name!r}]")
     names = ", ".join(op.signature.parameters)
     return f"""
@@ -100,7 +101,10 @@ def {op.name}({', '.join(given)}):
         key = ({', '.join(key)})
     except AttributeError:
         raise refused({names}) from None
-    run = fast.get(key)
+    try:
+        run = fast.get(key)
+    except TypeError:  # an option that cannot be a key: checked and refused, or looked up each time
+        return resolve({names})({names})
     if run is None:
         if len(fast) > 4096:
             fast.clear()
@@ -180,6 +184,7 @@ def public(op: Op):
     """The documented function of an op: the reference's arguments, plus impl."""
 
     traced = chosen(op, Traced.__new__(Traced))
+    absent = {name: op.unavailable(name) for name in op.impls}
     names = tuple(op.signature.parameters)
     defaults = {n: p.default for n, p in op.signature.parameters.items() if not required(p)}
 
@@ -196,7 +201,7 @@ def public(op: Op):
         options = {k: v for k, v in implies.items() if k in left and k not in options} | options
         run = op.run(impl)
         if torch.compiler.is_compiling():
-            if reason := op.misfits(impl, defaults | dict(zip(names, args)) | options):
+            if reason := absent[base(impl)] or op.misfits(impl, defaults | dict(zip(names, args)) | options):
                 raise error(op.name, impl, reason)
             return run(*args, **options)
         bound = op.bind(args, options)

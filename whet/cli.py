@@ -1,5 +1,6 @@
 """The command line: one function per command."""
 
+import ast
 import contextlib
 import inspect
 import json
@@ -33,7 +34,7 @@ Json = Annotated[bool, typer.Option("--json", help="Print JSON instead of tables
 Again = Annotated[bool, typer.Option(help="Measure the ceilings anew (default: from the cache).")]
 Shapes = Annotated[
     list[str] | None,
-    typer.Option("--shapes", help="Part of a shape's name, or sizes, M=4096,N=384; may be repeated (default: all the op has)."),
+    typer.Option("--shapes", help="Part of a shape's name, or sizes and options, M=4096,N=384; repeatable (default: all)."),
 ]
 Mode = Annotated[str, typer.Option(help="eager (host overhead included), graph (GPU work alone) or both; a CPU: eager only.")]
 Records = Annotated[str, typer.Option("--records", metavar="DIR", help="Folder the record is written to.")]
@@ -96,20 +97,27 @@ def machine_command(as_json: Json = False, again: Again = False):
 
 
 @app.command("ops")
-def ops_command(as_json: Json = False):
+def ops_command(
+    ops: Annotated[list[str] | None, typer.Argument(help="Ops to show, with their whole meaning (default: all).")] = None,
+    as_json: Json = False,
+):
     """Each op: its arguments, meaning, impls, and what each impl refuses.
 
-    Example: whet ops
+    Example: whet ops attention
     """
+    found = {name: op for name, op in discover().items() if not ops or name in ops}
+    with plain_errors("nothing was started"):
+        if unknown := [name for name in ops or () if name not in found]:
+            raise ValueError(f"ops: there is no {unknown[0]}; there are {', '.join(discover())}")
     if not as_json:
-        console.print(tables.ops_table(discover()))
+        console.print(tables.ops_table(found, whole=bool(ops)))
         return
     listed = {
         op.name: {
             "signature": str(op.signature), "doc": op.reference.__doc__, "shapes": op.shapes,
             "impls": {n: {"needs": i.needs, "refuses": list(i.limits)} for n, i in op.impls.items()},
         }
-        for op in discover().values()
+        for op in found.values()
     }
     typer.echo(json.dumps(listed, indent=1))
 
@@ -121,13 +129,21 @@ def sizes_of(op: Op) -> str:
     return ",".join(f"{k}=..." for k in needed if k not in ("dtype", "device"))
 
 
+def parse_value(text: str) -> int | float | bool | str | None:
+    """4096, 0.5, True, None, or the word itself."""
+    try:
+        return ast.literal_eval(text)
+    except (ValueError, SyntaxError):
+        return text
+
+
 def parse_shapes(op: Op, text: str) -> list[dict]:
     """'M=4096,N=384', or the name of one of the op's shapes, or what several of their names have in common."""
     if text in op.shapes:
         return [op.shapes[text]]
     pairs = [part.partition("=") for part in text.split(",")]
-    if all(sign and value.isdigit() for _, sign, value in pairs):
-        return [{k.strip(): int(v) for k, _, v in pairs}]
+    if all(sign for _, sign, _ in pairs):
+        return [{k.strip(): parse_value(v.strip()) for k, _, v in pairs}]
     found = [case for name, case in op.shapes.items() if text and text in name]
     if not found:
         raise ValueError(f"bench: a shape of {op.name} is {sizes_of(op)} or one of {list(op.shapes)}, got {text}")
@@ -139,7 +155,7 @@ def check_case(op: Op, case: dict, dtype: str) -> None:
     given = ",".join(f"{k}={v}" for k, v in case.items())
     try:
         reason = op.check(**op.inputs(dtype=DTYPES[dtype], device="meta", **case))
-    except TypeError:
+    except (TypeError, RuntimeError):
         raise ValueError(f"bench: a shape of {op.name} is {sizes_of(op)} or one of {list(op.shapes)}, got {given}") from None
     if reason:
         raise ValueError(f"bench: {op.name} cannot run {given}: {reason}")

@@ -42,13 +42,15 @@ class Fused:
     save: Callable
     grads_to: tuple[int | None, ...]
     n_out: int = 1
+    label: str = ""  # op and impl in messages; name[triton] where empty
     op: Any = field(init=False, default=None)
     function: Any = field(init=False, default=None)
 
     def __post_init__(self):
         object.__setattr__(self, "op", define(self.name, self.schema, self.forward, self.fake))
         bwd_op = define(self.name + "_bwd", self.bwd_schema, self.backward, self.bwd_fake)
-        message = f"{self.name}[triton]: double backward is not supported; use impl='eager' where you need it"
+        object.__setattr__(self, "label", self.label or f"{self.name}[triton]")
+        message = f"{self.label}: double backward is not supported; use impl='eager' where you need it"
 
         def setup(ctx, inputs, output):
             _keep(ctx, self, inputs, output if isinstance(output, tuple) else (output,))
@@ -72,7 +74,7 @@ class Fused:
     def __call__(self, *args):
         if torch.compiler.is_compiling():
             return self._through_library(args)
-        run = self._through_library if _watched(self.name) else lambda a: self.function.apply(*a)
+        run = self._through_library if _watched(self.label) else lambda a: self.function.apply(*a)
         x = args[0]
         if x.is_cuda and x.device.index != torch.cuda.current_device():
             with torch.cuda.device(x.device):
@@ -84,11 +86,11 @@ class Fused:
         return out[: self.n_out] if self.n_out > 1 else out[0] if isinstance(out, (tuple, list)) else out
 
 
-def _watched(name: str) -> bool:
+def _watched(label: str) -> bool:
     """A dispatch mode or a functorch transform is looking on. Forward-mode differentiation has no rule here, and is refused."""
     transform = torch._C._functorch.peek_interpreter_stack()
     if transform is not None and transform.key() == torch._C._functorch.TransformType.Jvp:
-        raise RuntimeError(f"{name}[triton]: forward-mode differentiation is not supported; use impl='eager' where you need it")
+        raise RuntimeError(f"{label}: forward-mode differentiation is not supported; use impl='eager' where you need it")
     return transform is not None or torch._C._len_torch_dispatch_stack() > 0
 
 

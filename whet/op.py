@@ -154,7 +154,7 @@ class Op:
 
     def impl(self, name: str) -> Impl:
         """The impl of a candidate's name, its tile apart."""
-        if base(name) not in self.impls:
+        if not isinstance(name, str) or base(name) not in self.impls:
             raise ValueError(f"{self.name}: impl must be 'auto' or one of {list(self.impls)}, got {name!r}")
         return self.impls[base(name)]
 
@@ -206,7 +206,11 @@ class Op:
             return None
         call = self.call(args)
         known = tiles_of(self.name, base(name), call.dtype, ", ".join([f"{k!r}: {v!r}" for k, v in call.case.items()]))
-        return None if tile in known else f"the tile must be one of {list(known)} for these arguments, got {tile!r}"
+        if tile in known:
+            return None
+        return f"the tile must be one of {list(known)} for these arguments, got {tile!r}" if known else (
+            f"has no tiles to choose among for these arguments here, got {tile!r}; impl={base(name)!r} takes its own"
+        )
 
     def why_not(self, name: str, args: dict) -> str | None:
         """None, or why this impl cannot serve these arguments on this machine."""

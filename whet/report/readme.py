@@ -121,8 +121,11 @@ def times(e: dict) -> dict[str, float]:
 
 
 def ratio(e: dict) -> float | None:
-    """Time of the best that can be had without whet, over the time of the chosen. 1 where that best is itself chosen."""
-    timed = times(e)
+    """Time of the best that can be had without whet, over the time of the chosen. 1 where that best is itself chosen.
+
+    None where there is no such thing: what serves a call at another precision beside whet's kernel is whet's own formula.
+    """
+    timed = {} if e["call"]["case"].get("precision") else times(e)
     others, chosen = [t for n, t in timed.items() if not ours(n)], base(e.get("chosen", ""))
     return min(others) / timed[chosen] if others and chosen in timed else None
 

@@ -1,5 +1,6 @@
 """Terminal tables. Each takes plain dicts, as records hold them."""
 
+import inspect
 from collections.abc import Callable
 
 from rich.table import Table
@@ -59,11 +60,13 @@ def machine_table(m: dict, roof: dict | None) -> Table:
     return table
 
 
-def ops_table(ops: dict[str, Op]) -> Table:
+def ops_table(ops: dict[str, Op], whole: bool = False) -> Table:
+    """One row per op; whole: all of its meaning, not the first line alone."""
     table = Table("op", "meaning", "impls", "refuses", title="ops", title_justify="left", show_lines=True)
     for op in ops.values():
         limits = [f"{name}: {limit}" for name, impl in op.impls.items() for limit in impl.limits]
-        meaning = (op.reference.__doc__ or "").strip().splitlines()[0]
+        meaning = inspect.cleandoc(op.reference.__doc__ or "")
+        meaning = meaning if whole else meaning.splitlines()[0]
         table.add_row(f"{op.name}{op.signature}", meaning, ", ".join(op.impls), "\n".join(limits) or "-")
     return table
 

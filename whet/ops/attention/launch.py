@@ -11,7 +11,7 @@ from whet.ops.attention.backward import backward
 from whet.ops.attention.common import LN2, Tile, block_d, has_descriptors
 from whet.ops.attention.forward import forward
 from whet.ops.attention.fused import PARTIAL_LIMIT, fused, one_tile, partial_bytes
-from whet.ops.attention.meaning import scale_of, span
+from whet.ops.attention.meaning import dtype_of, scale_of, span
 
 # forward/dq/dkdv by BLOCK_D; the first is the default, the rest are what tuning tries beside it. Products of 64 rows keep
 # three programs on an SM, which overlap better than one that is pipelined by hand: see docs/kernels.md.
@@ -104,7 +104,7 @@ def _fake_backward(do, dlse, q, k, v, o, lse, scale, offset, left, right, tile):
     return torch.empty_like(q), torch.empty_like(k), torch.empty_like(v)
 
 
-def registered(name, run_forward, run_backward) -> Fused:
+def registered(name, impl, run_forward, run_backward) -> Fused:
     options = "float scale, int offset, int left, int right, str tile"
     kept = "Tensor q, Tensor k, Tensor v, Tensor o, Tensor lse"
     return Fused(
@@ -112,13 +112,13 @@ def registered(name, run_forward, run_backward) -> Fused:
         f"(Tensor q, Tensor k, Tensor v, {options}) -> (Tensor, Tensor)", run_forward, _fake,
         f"(Tensor? do, Tensor? dlse, {kept}, {options}) -> (Tensor, Tensor, Tensor)", run_backward, _fake_backward,
         save=lambda args, results: ((*args[:3], *results), args[3:]),
-        grads_to=(0, 1, 2, None, None, None, None, None), n_out=2,
+        grads_to=(0, 1, 2, None, None, None, None, None), n_out=2, label=f"attention[{impl}]",
     )
 
 
-TWO_PASS = registered("attention", launch_forward, launch_backward)
-ONE_PASS = registered("attention_fused_bwd", launch_forward, launch_fused)
-IN_FP8 = registered("attention_fp8", fp8.forward, launch_fp8_backward)
+TWO_PASS = registered("attention", "triton", launch_forward, launch_backward)
+ONE_PASS = registered("attention_fused_bwd", "triton_fused_bwd", launch_forward, launch_fused)
+IN_FP8 = registered("attention_fp8", "triton_fp8", fp8.forward, launch_fp8_backward)
 
 
 def fp8_tiles(q, k, v, causal=None, window=None, scale=None, return_lse=False, precision=None) -> tuple[str, ...]:
@@ -126,12 +126,12 @@ def fp8_tiles(q, k, v, causal=None, window=None, scale=None, return_lse=False, p
 
 
 def kernel_refuses(q, k, v, causal=None, window=None, scale=None, return_lse=False, precision=None):
-    if q.dtype not in KERNEL_DTYPES:
-        return f"q, k and v must be float32, float16 or bfloat16, got {q.dtype}"
+    if dtype_of(q) not in KERNEL_DTYPES:
+        return f"q, k and v must be float32, float16 or bfloat16, got {dtype_of(q)}"
     if not 16 <= q.shape[3] <= 256:
         return f"the head size must be 16 to 256, got {q.shape[3]}"
-    if scale is not None and scale < 0:
-        return f"scale must not be negative, got {scale}"
+    if scale is not None and scale <= 0:
+        return f"scale must be positive, got {scale}"
     if k.shape[2] == 1 or window == 1:
         return "a query must see two keys or more: over one the gradient of q and k is rounding error"
     if max(q.shape[2], k.shape[2]) >= 2**30:
@@ -156,8 +156,8 @@ def fused_refuses(q, k, v, causal=None, window=None, scale=None, return_lse=Fals
 def fp8_refuses(q, k, v, causal=None, window=None, scale=None, return_lse=False, precision=None):
     if precision != "fp8":
         return "changes the precision, which is done only where asked for: precision='fp8'"
-    if q.dtype != torch.bfloat16:
-        return f"q, k and v must be bfloat16, got {q.dtype}"
+    if dtype_of(q) != torch.bfloat16:
+        return f"q, k and v must be bfloat16, got {dtype_of(q)}"
     return kernel_refuses(q, k, v, causal, window, scale, return_lse, precision)
 
 
@@ -165,8 +165,7 @@ def runner(op: Fused, impl: str, refused):
     def run(q, k, v, causal=None, window=None, scale=None, return_lse=False, precision=None, tile=""):
         if reason := refused(q, k, v, causal, window, scale, return_lse, precision):
             raise error("attention", impl, reason)
-        if torch.is_autocast_enabled(q.device.type):
-            q, k, v = (t.to(torch.get_autocast_dtype(q.device.type)) for t in (q, k, v))
+        q, k, v = (t.to(dtype_of(q)) for t in (q, k, v))
         offset, left, right = span(causal, window, q.shape[2], k.shape[2])
         left, right = (-1 if limit is None else limit for limit in (left, right))
         o, lse = op(q, k, v, float(scale_of(scale, q)), offset, left, right, tile)
@@ -176,7 +175,7 @@ def runner(op: Fused, impl: str, refused):
 
 
 LIMITS = (
-    "dtypes other than fp32, fp16, bf16", "head sizes under 16 or over 256", "a negative scale", "one key to a query",
+    "dtypes other than fp32, fp16, bf16", "head sizes under 16 or over 256", "a scale of 0 or less", "one key to a query",
     "lengths of 2^30 and more",
 )
 IMPLS = {

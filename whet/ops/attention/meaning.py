@@ -14,13 +14,16 @@ CAUSAL = ("top-left", "bottom-right")
 
 
 def reference(q, k, v, causal=None, window=None, scale=None, return_lse=False, precision=None):
-    """o = softmax(scale * q k^T) v for each head, over the keys that a query sees; with return_lse also log(sum(exp(scores))).
+    """o = softmax(scale * q k^T) v for each head, over the keys that a query sees.
 
     q is (B, Hq, Lq, D), k and v are (B, Hkv, Lk, D); query head h reads key head h // (Hq / Hkv).
-    causal: None, "top-left" (query i sees keys j <= i), "bottom-right" (j <= i + Lk - Lq), or True where Lq = Lk.
-    window: with causal the last `window` of those keys; without, the keys with |j - i| < window.
-    scale: D ** -0.5 where None. A query that sees no key gives 0, and -inf for the logarithm.
+    causal: None or False; "top-left", query i at position p = i, as SDPA's is_causal; "bottom-right", p = i + Lk - Lq;
+        True where Lq = Lk. A query sees the keys j <= p.
+    window: with causal the keys p - window < j <= p; without, |j - i| < window. Its own position counts.
+    scale: D ** -0.5 where None. A query that sees no key gives 0.
+    return_lse: (o, lse), lse = log(sum(exp(scores))) as (B, Hq, Lq) in float32 or wider, -inf where no key is seen.
     precision: "fp8" rounds q, k, v to E4M3, one power-of-two scale per 128 rows; the gradient passes straight through.
+        float64 is not rounded. The kernel rounds the weights of the second product to E4M3 as well.
     """
     if precision == "fp8":
         q, k, v = rounded(q), rounded(k), rounded(v)
@@ -33,6 +36,12 @@ def reference(q, k, v, causal=None, window=None, scale=None, return_lse=False, p
 
 def scale_of(scale, q):
     return q.shape[-1] ** -0.5 if scale is None else scale
+
+
+def dtype_of(t):
+    """The dtype that products with t run in: autocast's where that is on."""
+    autocast = not t.is_meta and torch.is_autocast_enabled(t.device.type)
+    return torch.get_autocast_dtype(t.device.type) if autocast else t.dtype
 
 
 def per_query_head(t, q):
@@ -139,8 +148,8 @@ def _tensors_refused(q, k, v):
     for name, t in (("q", q), ("k", k), ("v", v)):
         if t.dim() != 4:
             return f"{name} must have four dimensions (batch, heads, length, head size), got {tuple(t.shape)}"
-        if t.dtype != q.dtype:
-            return f"{name} must have q's dtype {q.dtype}, got {t.dtype}"
+        if dtype_of(t) != dtype_of(q):
+            return f"{name} must have q's dtype {q.dtype} outside autocast, got {t.dtype}"
     B, H, _, D = q.shape
     if D == 0 or H == 0:
         return f"q must have at least one head and a head size of at least 1, got {tuple(q.shape)}"
@@ -155,17 +164,17 @@ def _tensors_refused(q, k, v):
 
 def _options_refused(q, k, causal, window, scale, return_lse, precision):
     Lq, Lk = q.shape[2], k.shape[2]
-    if not (causal is None or isinstance(causal, bool) or causal in CAUSAL):
+    if not (causal is None or isinstance(causal, bool) or (isinstance(causal, str) and causal in CAUSAL)):
         return f"causal must be None, True, False, 'top-left' or 'bottom-right', got {causal!r}"
     if causal is True and Lq != Lk:
         return (
-            f"causal must be 'top-left' (query i sees keys j <= i) or 'bottom-right' (j <= i + {Lk - Lq}) where there are "
+            f"causal must be 'top-left' (query i sees keys j <= i) or 'bottom-right' (j <= i {Lk - Lq:+d}) where there are "
             f"{Lq} queries and {Lk} keys, got True"
         )
     if window is not None and (isinstance(window, bool) or not isinstance(window, int) or window < 1):
         return f"window must be None or an int of at least 1, got {window!r}"
-    if scale is not None and (isinstance(scale, bool) or not isinstance(scale, (int, float))):
-        return f"scale must be None or a number, got {scale!r}"
+    if scale is not None and (isinstance(scale, bool) or not isinstance(scale, (int, float)) or not math.isfinite(scale)):
+        return f"scale must be None or a finite number, got {scale!r}"
     if not isinstance(return_lse, bool):
         return f"return_lse must be True or False, got {return_lse!r}"
     return None if precision in (None, "fp8") else f"precision must be None or 'fp8', got {precision!r}"
@@ -235,7 +244,8 @@ def _case(B, H, KV, Lq, Lk, D, **options):
 CASES = (
     _case(1, 2, 2, 65, 63, 40), _case(1, 2, 2, 1, 63, 16), _case(2, 2, 2, 63, 65, 64, causal="top-left"),
     _case(1, 1, 1, 65, 1000, 64), _case(1, 8, 1, 33, 65, 32, causal="bottom-right"), _case(1, 1, 1, 33, 65, 256),
-    _case(1, 2, 2, 65, 63, 32, scale=0.3),
+    _case(1, 2, 2, 65, 63, 32, scale=0.3), _case(1, 2, 2, 33, 33, 32, causal="top-left", scale=-0.3),
+    _case(1, 2, 2, 33, 33, 32, causal="top-left", scale=0.0),
     # The first of each pair leaves no query without a key, the second some.
     _case(1, 2, 2, 65, 129, 32, causal="bottom-right"), _case(1, 2, 2, 129, 65, 32, causal="bottom-right"),
     _case(1, 2, 2, 65, 129, 80, causal="top-left", window=17), _case(1, 2, 1, 129, 65, 64, causal="top-left", window=17),

@@ -14,7 +14,7 @@ from whet.ops.attention.meaning import any_blind, reference, scale_of, seen, spa
 
 SCORES_LIMIT, MASK_LIMIT = 16 << 30, 4 << 30  # bytes
 NO_FP8 = "computes in the inputs' precision; precision='fp8' is served by triton_fp8, eager and compile"
-NO_GPU = "needs tensors on the GPU"
+NO_GPU = "needs tensors on the GPU; impl='torch' runs anywhere"
 
 
 def formula_refuses(q, k, v, causal=None, window=None, scale=None, return_lse=False, precision=None):
@@ -40,6 +40,8 @@ def sdpa_refuses(q, k, v, causal=None, window=None, scale=None, return_lse=False
     Lq, Lk = q.shape[2], k.shape[2]
     if precision is not None:
         return NO_FP8
+    if scale is not None and scale <= 0:
+        return f"scale must be positive: with a causal mask SDPA gives NaN for others, got {scale}"
     if return_lse:
         return "return_lse must be False: SDPA gives no logarithm of the sum, got True"
     if not q.numel() or not Lk:
@@ -171,7 +173,10 @@ def fused_flex(q, k, v, mask, scale, return_lse):
 flex = compiled(fused_flex)
 
 FP8_LIMIT, BIG_MASK = "precision='fp8'", f"a mask of more than {MASK_LIMIT >> 30} GiB"
-SDPA_LIMITS = (FP8_LIMIT, "return_lse", "empty inputs", "queries that see no key", f"{BIG_MASK} (any window, or bottom-right)")
+SDPA_LIMITS = (
+    FP8_LIMIT, "return_lse", "a scale of 0 or less", "empty inputs", "queries that see no key",
+    f"{BIG_MASK} (any window, or bottom-right)",
+)
 SCORES_LIMITS = (f"scores of more than {SCORES_LIMIT >> 30} GiB",)
 ON_GPU = "tensors that are not on the GPU"
 TF32 = "float32 on a GPU: the memory-efficient kernel takes each product as three TF32 ones"
