@@ -7,7 +7,7 @@ from typing import cast
 
 import torch
 
-from whet.op import SIMPLICITY, Call, Impl, Op, base, discover, error
+from whet.op import SIMPLICITY, Call, Impl, Op, autocast_of, base, discover, error
 
 
 class Choices:
@@ -68,6 +68,7 @@ def chosen(op: Op, choices: Choices) -> Callable:
     scope = dict(
         defaults={n: p.default for n, p in parameters.items()}, Tensor=torch.Tensor, fast=choices._memory(),
         grad_enabled=torch.is_grad_enabled, is_compiling=torch.compiler.is_compiling, resolve=resolve, refused=refused,
+        any_autocast=torch._C._is_any_autocast_enabled, autocast_of=autocast_of,
     )
     exec(_written_out(op), scope)
     return cast(Callable, scope[op.name])
@@ -87,7 +88,8 @@ def required(p: inspect.Parameter) -> bool:
 
 def _written_out(op: Op) -> str:
     """The source of `chosen`'s function. fast is emptied when an option that never repeats, such as a position, fills it."""
-    key, given = ["grad_enabled()", f"{next(iter(op.signature.parameters))}.device"], []
+    first = next(iter(op.signature.parameters))
+    key, given = ["grad_enabled()", f"{first}.device", f"any_autocast() and autocast_of({first})"], []
     for name, p in op.signature.parameters.items():
         facts = f"{name}.shape, {name}.stride(), {name}.dtype, {name}.requires_grad"
         key.append(facts if required(p) else f"({facts}) if isinstance({name}, Tensor) else ({name}.__class__, {name})")

@@ -188,6 +188,8 @@ class Op:
             if mode != "gpu":
                 return "needs a GPU"
         capability = machine.this_machine().capability
+        if impl.capability and torch.version.hip:
+            return f"needs an NVIDIA GPU of compute capability {'.'.join(map(str, impl.capability))}"
         if impl.capability and capability and capability < impl.capability:
             needed, here = (".".join(map(str, c)) for c in (impl.capability, capability))
             return f"needs compute capability {needed}, this GPU has {here}"
@@ -241,6 +243,13 @@ def compiled(reference: Callable) -> Callable:
 
 def error(op: str, impl: str, reason: str) -> ValueError:
     return ValueError(f"{op}[{impl}]: {reason}")
+
+
+def autocast_of(t: torch.Tensor) -> torch.dtype | None:
+    """The dtype that autocast gives to products of t, or None where it leaves them alone."""
+    if t.is_meta or t.dtype == torch.float64 or not torch.is_autocast_enabled(t.device.type):
+        return None
+    return torch.get_autocast_dtype(t.device.type)
 
 
 def tensors(args: Mapping) -> list[torch.Tensor]:

@@ -24,6 +24,7 @@ from whet.ops.attention.common import (
     view,
 )
 from whet.ops.attention.hopper import dkdv_hopper, dq_hopper
+from whet.ops.attention.meaning import few
 
 SPLIT_TILE = Tile(32, 64, 4, 2)  # where the queries are cut into parts, which the Gluon kernel does not do
 
@@ -218,8 +219,7 @@ def row_delta(o, do, dlse):
 
 def splits(programs: int, tiles: int) -> int:
     """How many parts the queries are cut into, so that every SM has two programs; each part has four tiles at least."""
-    wanted = 2 * machine.sm_count()
-    return 1 if programs * 2 > wanted else max(1, min(wanted // programs, tiles // 4, 16))
+    return max(1, min(2 * machine.sm_count() // programs, tiles // 4, 16)) if few(programs) else 1
 
 
 def partials(parts: int, *results: torch.Tensor) -> list[torch.Tensor]:

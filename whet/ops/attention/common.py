@@ -116,7 +116,7 @@ def put_rows(x, b, h, first, value, ROWS: tl.constexpr, BLOCK_D: tl.constexpr):
 def _places(x, b, h, first, ROWS: tl.constexpr, BLOCK_D: tl.constexpr):
     start = x[0] + tl.cast(b, tl.int64) * x[1] + tl.cast(h, tl.int64) * x[2] + tl.cast(first, tl.int64) * x[3]
     row, d = tl.arange(0, ROWS), tl.arange(0, BLOCK_D)
-    return start + row[:, None] * x[3] + d[None, :], (first + row < x[4])[:, None] & (d < x[5])[None, :]
+    return start + row[:, None].to(tl.int64) * x[3] + d[None, :], (first + row < x[4])[:, None] & (d < x[5])[None, :]
 
 
 def has_descriptors() -> bool:
@@ -138,15 +138,26 @@ def described(x: torch.Tensor, rows: int) -> TensorDescriptor:
     return TensorDescriptor(x, shape, strides, [1, 1, rows, block_d(shape[3])])
 
 
+def takes(x: torch.Tensor) -> bool:
+    """Whether a descriptor can take x, wherever it starts: what is the same for a fake tensor."""
+    width = ALIGN // x.element_size()
+    strides = [s for s, n in zip(x.stride()[:-1], x.shape[:-1]) if n > 1]
+    return x.shape[-1] % width == 0 and x.stride(-1) == 1 and all(s > 0 and s % width == 0 for s in strides)
+
+
 def ready(x: torch.Tensor) -> torch.Tensor:
     """x itself where a descriptor can take it; else a copy, its rows padded with zeros to whole multiples of 16 bytes."""
+    if takes(x):
+        return x if x.is_meta or x.data_ptr() % ALIGN == 0 else x.clone()  # not contiguous(): that gives x itself back
     width = ALIGN // x.element_size()
     if x.shape[-1] % width:
         x = F.pad(x, (0, -x.shape[-1] % width))
-    strides = [s for s, n in zip(x.stride()[:-1], x.shape[:-1]) if n > 1]
-    aligned = x.is_meta or x.data_ptr() % ALIGN == 0
-    fits = x.stride(-1) == 1 and aligned and all(s > 0 and s % width == 0 for s in strides)
-    return x if fits else x.contiguous()
+    return x.contiguous()
+
+
+def shaped(x: torch.Tensor) -> torch.Tensor:
+    """A tensor as `cut` leaves a result for x: the fakes' words for it."""
+    return torch.empty_like(x) if takes(x) else x.new_empty(x.shape)
 
 
 def like(x: torch.Tensor, D: int) -> torch.Tensor:

@@ -92,7 +92,7 @@ def _forward_kernel(
         acc, top, total, q, k_view, v_view, b, kv, i, full_hi, hi, Lk, rate, left, right,
         BLOCK_N, BLOCK_D, HAS_LEFT, HAS_RIGHT, True,
     )
-    some = total > 0.0
+    some = total != 0.0
     o = acc * tl.where(some, 1.0 / total, 0.0)[:, None]
     put_rows(o_view, b, h, first, o, BLOCK_M, BLOCK_D)
     lse = tl.where(some, top + tl.log2(total), float("-inf"))
@@ -109,6 +109,7 @@ def forward(q, k, v, scale, offset, left, right, tile: Tile):
         return cut(o.zero_(), D), lse.fill_(float("-inf"))
     _forward_kernel[(B * H * triton.cdiv(Lq, tile.M),)](
         view(q, tile.M), view(k, tile.N), view(v, tile.N), view(o, tile.M), lse,
-        H, H // k.shape[1], Lq, Lk, scale * LOG2E, offset, **limits(left, right), BLOCK_D=block_d(q.shape[3]), **tile.options,
+        H, H // k.shape[1], Lq, Lk, max(scale * LOG2E, 2.0**-126), offset, **limits(left, right),  # 0 * -inf would be NaN
+        BLOCK_D=block_d(q.shape[3]), **tile.options,
     )
     return cut(o, D), lse

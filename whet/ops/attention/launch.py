@@ -8,10 +8,10 @@ from whet.op import Impl, error
 from whet.ops._rows import KERNEL_DTYPES
 from whet.ops.attention import fp8
 from whet.ops.attention.backward import backward
-from whet.ops.attention.common import LN2, Tile, block_d, has_descriptors
+from whet.ops.attention.common import LN2, Tile, block_d, has_descriptors, shaped
 from whet.ops.attention.forward import forward
 from whet.ops.attention.fused import PARTIAL_LIMIT, fused, one_tile, partial_bytes
-from whet.ops.attention.meaning import dtype_of, scale_of, span
+from whet.ops.attention.meaning import any_blind, dtype_of, scale_of, span
 
 # forward/dq/dkdv by BLOCK_D; the first is the default, the rest are what tuning tries beside it. Products of 64 rows keep
 # three programs on an SM, which overlap better than one that is pipelined by hand: see docs/kernels.md.
@@ -72,17 +72,27 @@ def launch_forward(q, k, v, scale, offset, left, right, tile):
     return forward(q, k, v, scale, offset, left, right, ONE_TILE if fits_one_tile(q, k) else chosen)
 
 
-def launch_backward(do, dlse, q, k, v, o, lse, scale, offset, left, right, tile):
+def upstream(do, dlse, o, lse, k, offset, left, right):
+    """The upstream gradients, zeros for queries that see no key: whatever comes in there, a NaN too, goes nowhere."""
     do = torch.zeros_like(o) if do is None else do
+    if any_blind(offset, None if left < 0 else left, None if right < 0 else right, o.shape[2], k.shape[2]):
+        blind = lse == float("-inf")
+        do = do.masked_fill(blind[..., None], 0.0)
+        dlse = dlse if dlse is None else dlse.masked_fill(blind, 0.0)
+    return do, dlse
+
+
+def launch_backward(do, dlse, q, k, v, o, lse, scale, offset, left, right, tile):
+    do, dlse = upstream(do, dlse, o, lse, k, offset, left, right)
     if fits_one_tile(q, k) and q.numel():
         return one_tile(do, dlse, q, k, v, o, lse, scale, offset, left, right, ONE_TILE)
     return backward(do, dlse, q, k, v, o, lse, scale, offset, left, right, *tiles_of(q, tile)[1:])
 
 
 def launch_fused(do, dlse, q, k, v, o, lse, scale, offset, left, right, tile):
-    do = torch.zeros_like(o) if do is None else do
     if fits_one_tile(q, k) or not (q.numel() and k.numel()):
         return launch_backward(do, dlse, q, k, v, o, lse, scale, offset, left, right, "")
+    do, dlse = upstream(do, dlse, o, lse, k, offset, left, right)
     return fused(do, dlse, q, k, v, o, lse, scale, offset, left, right, fused_tile(q, tile))
 
 
@@ -97,20 +107,28 @@ def launch_fp8_backward(do, dlse, q, k, v, o, lse, scale, offset, left, right, t
 
 
 def _fake(q, k, v, scale, offset, left, right, tile):
-    return torch.empty_like(q), q.new_empty(q.shape[:3], dtype=torch.float32)
+    return shaped(q), q.new_empty(q.shape[:3], dtype=torch.float32)
 
 
 def _fake_backward(do, dlse, q, k, v, o, lse, scale, offset, left, right, tile):
-    return torch.empty_like(q), torch.empty_like(k), torch.empty_like(v)
+    return shaped(q), shaped(k), shaped(v)
 
 
-def registered(name, impl, run_forward, run_backward) -> Fused:
+def _fake_fp8(q, k, v, scale, offset, left, right, tile):
+    return torch.empty_like(q), q.new_empty(q.shape[:3], dtype=torch.float32)
+
+
+def _fake_fp8_backward(do, dlse, q, k, v, o, lse, scale, offset, left, right, tile):
+    return q.new_empty(q.shape), k.new_empty(k.shape), v.new_empty(v.shape)  # dequantized copies are contiguous
+
+
+def registered(name, impl, run_forward, run_backward, fake=_fake, fake_backward=_fake_backward) -> Fused:
     options = "float scale, int offset, int left, int right, str tile"
     kept = "Tensor q, Tensor k, Tensor v, Tensor o, Tensor lse"
     return Fused(
         name,
-        f"(Tensor q, Tensor k, Tensor v, {options}) -> (Tensor, Tensor)", run_forward, _fake,
-        f"(Tensor? do, Tensor? dlse, {kept}, {options}) -> (Tensor, Tensor, Tensor)", run_backward, _fake_backward,
+        f"(Tensor q, Tensor k, Tensor v, {options}) -> (Tensor, Tensor)", run_forward, fake,
+        f"(Tensor? do, Tensor? dlse, {kept}, {options}) -> (Tensor, Tensor, Tensor)", run_backward, fake_backward,
         save=lambda args, results: ((*args[:3], *results), args[3:]),
         grads_to=(0, 1, 2, None, None, None, None, None), n_out=2, label=f"attention[{impl}]",
     )
@@ -118,7 +136,7 @@ def registered(name, impl, run_forward, run_backward) -> Fused:
 
 TWO_PASS = registered("attention", "triton", launch_forward, launch_backward)
 ONE_PASS = registered("attention_fused_bwd", "triton_fused_bwd", launch_forward, launch_fused)
-IN_FP8 = registered("attention_fp8", "triton_fp8", fp8.forward, launch_fp8_backward)
+IN_FP8 = registered("attention_fp8", "triton_fp8", fp8.forward, launch_fp8_backward, _fake_fp8, _fake_fp8_backward)
 
 
 def fp8_tiles(q, k, v, causal=None, window=None, scale=None, return_lse=False, precision=None) -> tuple[str, ...]:

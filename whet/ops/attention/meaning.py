@@ -5,7 +5,8 @@ import math
 import torch
 import torch.nn.functional as F
 
-from whet.op import Cost, floating, lay, nbytes, same_device
+from whet import machine
+from whet.op import Cost, autocast_of, floating, lay, nbytes, same_device
 
 ROWS = 128  # that share one scale where precision="fp8", and whose remainder `proof` keeps
 PROVABLE = 2**27  # scores that the float64 oracle is asked for at most
@@ -39,9 +40,8 @@ def scale_of(scale, q):
 
 
 def dtype_of(t):
-    """The dtype that products with t run in: autocast's where that is on."""
-    autocast = not t.is_meta and torch.is_autocast_enabled(t.device.type)
-    return torch.get_autocast_dtype(t.device.type) if autocast else t.dtype
+    """The dtype that products with t run in."""
+    return autocast_of(t) or t.dtype
 
 
 def per_query_head(t, q):
@@ -58,7 +58,8 @@ def span(causal, window, Lq, Lk):
 
 def seen(offset, left, right, Lq, Lk, device):
     """(Lq, Lk) booleans: whether query i sees key j."""
-    ahead = torch.arange(Lk, device=device) - (torch.arange(Lq, device=device) + offset)[:, None]
+    i, j = (torch.arange(n, dtype=torch.int32, device=device) for n in (Lq, Lk))
+    ahead = j - (i + offset)[:, None]
     see = torch.ones_like(ahead, dtype=torch.bool) if left is None else ahead >= -left
     return see if right is None else see & (ahead <= right)
 
@@ -210,21 +211,34 @@ def cost(q, k, v, causal=None, window=None, scale=None, return_lse=False, precis
 def proof(case):
     """The case with both lengths cut in proportion until the oracle's scores fit, then the batch.
 
-    Their remainders modulo ROWS and which of them is longer stay. A window stays, unless it would then hold every key,
-    which it did not: it is cut likewise.
+    Their remainders modulo ROWS and which of them is longer stay; so does whether the blocks of keys are so few that the
+    backward splits the queries among them, which is another kernel, where five times as many scores allow it. A window
+    stays, unless it would then hold every key, which it did not: it is cut likewise.
     """
-    small, share = dict(case), 1.0
-    while _scores(small) > PROVABLE and share > 2**-40:
+    small, share, most = dict(case), 1.0, PROVABLE
+    while _scores(small) > most and share > 2**-40:
         share *= 0.9
         Lq, Lk = _cut(case["Lq"], share), _cut(case["Lk"], share)
         if (Lq < Lk) != (case["Lq"] < case["Lk"]) or (Lq > Lk) != (case["Lq"] > case["Lk"]):
             Lq, Lk = (Lq + ROWS, Lk) if case["Lq"] > case["Lk"] else (Lq, Lk + ROWS)
-        small |= dict(Lq=Lq, Lk=Lk)
-    if _scores(small) > PROVABLE:
+        if _blocks(small) == _blocks(case) != _blocks(small | dict(Lk=Lk)) and _scores(small) <= 5 * PROVABLE:
+            most = 5 * PROVABLE
+        else:
+            small |= dict(Lq=Lq, Lk=Lk)
+    if _scores(small) > most:
         small["B"] = max(1, case["B"] * PROVABLE // _scores(small))
     if (window := case.get("window")) is not None and small["Lk"] <= window < case["Lk"]:
         small["window"] = max(1, min(_cut(window, share), small["Lk"] - 1))
     return small
+
+
+def few(programs):
+    """Whether programs, one for each block of keys, leave SMs idle: then each is split into several over the queries."""
+    return programs <= machine.sm_count()
+
+
+def _blocks(case):
+    return [few(case["B"] * case["KV"] * -(-case["Lk"] // n)) for n in (64, 128)]
 
 
 def _scores(case):

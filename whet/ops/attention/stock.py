@@ -154,7 +154,8 @@ def make_block_mask(offset, left, right, Lq, Lk, device):
         ahead = j - i - offset  # a span limited at all is limited to the right
         return ahead <= right if left is None else (ahead >= -left) & (ahead <= right)
 
-    return create_block_mask(sees, None, None, Lq, Lk, device=device)
+    with torch.inference_mode(False):  # it is kept, and a later call may train
+        return create_block_mask(sees, None, None, Lq, Lk, device=device)
 
 
 block_mask = functools.lru_cache(maxsize=64)(make_block_mask)
