@@ -281,7 +281,8 @@ def test_rows_far_apart_are_read_where_they_are(device):
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("impl, D", [("triton", 32), ("triton", 20), ("triton_fused_bwd", 20), ("triton_fp8", 32)])
 def test_fakes_promise_the_strides_that_kernels_give(impl, D, layout, device):
-    args = make(torch.bfloat16, device, B=2, Lq=40, Lk=70, D=D, layout=layout, precision="fp8" if impl == "triton_fp8" else None)
+    precision = "fp8" if impl == "triton_fp8" else None
+    args = make(torch.bfloat16, device, B=2, Lq=40, Lk=70, D=D, layout=layout, precision=precision)
     leaves = {n: args[n].detach().requires_grad_() for n in "qkv"}
     with Watch() as watch:
         o = whet.ops.attention(**(args | leaves), impl=impl)
