@@ -23,6 +23,7 @@ gpu-test: setup
 # On a GPU: measure what README publishes, then render it.
 records: setup
 	$(BIN)/whet bench
+	$(BIN)/whet bench attention --forward-only
 	$(BIN)/whet optimize tiny-llama:small --again
 	$(BIN)/whet optimize tiny-llama:small --precision tf32 --again
 	$(BIN)/python -m whet.report.readme

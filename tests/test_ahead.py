@@ -2,36 +2,23 @@
 
 import ast
 import json
-import os
 import subprocess
-import sys
-from pathlib import Path
 
 import pytest
-from conftest import every_op, has_triton
+from conftest import ROOT, every_op, has_triton, python
 
-ROOT = Path(__file__).parent.parent
 TARGETS = ("sm_80", "sm_90", "sm_100", "gfx942")
 
 
 def child(*command: str, interpret: str = "0") -> subprocess.CompletedProcess:
-    """A fresh Python: in this one kernels may be interpreted, and an interpreted kernel cannot be compiled."""
-    env = os.environ | {"TRITON_INTERPRET": interpret, "PYTHONPATH": str(ROOT)}
-    return subprocess.run([sys.executable, *command], env=env, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
-
-
-@pytest.fixture(scope="session")
-def rows(tmp_path_factory) -> list[dict]:
-    out = tmp_path_factory.mktemp("ahead") / "rows.json"
-    done = child("-m", "whet.ahead", "--json", "--out", str(out))
-    assert out.exists(), done.stdout
-    return json.loads(out.read_text())
+    process = python(*command, interpret=interpret)
+    return subprocess.CompletedProcess(process.args, stdout=process.communicate()[0], returncode=process.returncode)
 
 
 @pytest.mark.parametrize("target", TARGETS)
 @pytest.mark.parametrize("op", every_op(has_triton))
-def test_kernels_compile_fit_and_do_not_spill_without_a_reason(op, target, rows):
-    mine = [r for r in rows if (r["op"], r["target"]) == (op.name, target)]
+def test_kernels_compile_fit_and_do_not_spill_without_a_reason(op, target, compiled_rows):
+    mine = [r for r in compiled_rows if (r["op"], r["target"]) == (op.name, target)]
     assert mine, f"nothing was compiled for {target}"
     assert all(r["registers"] > 0 for r in mine if not r["problem"])
     problems = [f"{r['kernel']} {r['dtype']} {r['config']} ({r['case']}): {r['problem']}" for r in mine if r["problem"]]
@@ -39,15 +26,16 @@ def test_kernels_compile_fit_and_do_not_spill_without_a_reason(op, target, rows)
 
 
 def kernels() -> list[str]:
-    """Every launched kernel in whet/ops: decorated with triton.jit and named so."""
+    """Every launched kernel in whet/ops: decorated with triton.jit or gluon.jit and named so."""
     files = sorted((ROOT / "whet" / "ops").rglob("*.py"))
     functions = [node for path in files for node in ast.parse(path.read_text()).body if isinstance(node, ast.FunctionDef)]
-    return [f.name for f in functions if f.name.endswith("_kernel") and "triton.jit" in map(ast.unparse, f.decorator_list)]
+    jitted = {"triton.jit", "gluon.jit"}
+    return [f.name for f in functions if f.name.endswith("_kernel") and jitted & set(map(ast.unparse, f.decorator_list))]
 
 
 @pytest.mark.parametrize("kernel", kernels())
-def test_every_kernel_is_among_the_compiled_ones(kernel, rows):
-    assert {r["target"] for r in rows if r["kernel"] == kernel} >= {"sm_90"}
+def test_every_kernel_is_among_the_compiled_ones(kernel, compiled_rows):
+    assert {r["target"] for r in compiled_rows if r["kernel"] == kernel} >= {"sm_90"}
 
 
 PLANTED = '''
