@@ -7,7 +7,9 @@ import subprocess
 import sys
 from pathlib import Path
 
-import torch
+os.environ.setdefault("OMP_NUM_THREADS", "1")  # the other core compiles kernels; threads that wait for it only spin
+
+import torch  # noqa: E402
 
 if not torch.cuda.is_available():
     os.environ["TRITON_INTERPRET"] = "1"
