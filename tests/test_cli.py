@@ -349,7 +349,7 @@ def test_ctrl_c_ends_a_real_run_and_keeps_what_is_done(tmp_path):
     child.send_signal(signal.SIGINT)
     _, errors = child.communicate(timeout=60)
     assert child.returncode == 130, errors
-    # The last line: stopped inside a backward that torch.compile traces, torch warns of that first.
-    last = errors.splitlines()[-1]
-    assert last == "whet: stopped; what was tuned so far is kept in whet.lock, and the next run goes on from there", errors
+    # Among the lines: stopped inside a backward that torch.compile traces, torch warns of that, before or after.
+    said = "whet: stopped; what was tuned so far is kept in whet.lock, and the next run goes on from there"
+    assert said in errors.splitlines(), errors
     assert any(e["candidates"] for e in Lock.read(tmp_path / "whet.lock").calls.values())
