@@ -386,7 +386,6 @@ def test_the_small_model_learns_with_the_reference_in_fp8():
 
 
 @pytest.mark.gpu
-@pytest.mark.skipif("triton_fp8" not in OP.impls, reason="attention has no impl triton_fp8 here")
 def test_gpu_training_in_fp8_reaches_the_loss_of_bf16():
     def bf16(*qkv, **options):
         return whet.ops.attention(*qkv, **options, impl="torch")

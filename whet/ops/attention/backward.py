@@ -9,6 +9,7 @@ import triton.language as tl
 from whet import machine
 from whet.ops.attention.common import (
     LOG2E,
+    ONE_BY_LN2,
     Tile,
     block_d,
     cut,
@@ -53,7 +54,7 @@ def _delta_kernel(
     do = tl.load(do_ptr + to[:, None] + d[None, :], mask=inside, other=0.0).to(tl.float32)
     delta = tl.sum(o * do, 1)
     if dlse_ptr is not None:
-        delta -= tl.load(dlse_ptr + row, mask=row < rows, other=0.0) * 1.4426950408889634
+        delta -= tl.load(dlse_ptr + row, mask=row < rows, other=0.0) * ONE_BY_LN2
     tl.store(delta_ptr + row, delta, mask=row < rows)
 
 
@@ -206,7 +207,7 @@ def _dkdv_kernel(
 def row_delta(o, do, dlse):
     """(B, H, Lq): what _delta_kernel makes."""
     B, H, Lq, D = o.shape
-    rows = B * H * Lq
+    o, rows = o if o.stride(-1) == 1 else o.contiguous(), B * H * Lq
     delta = torch.empty(B, H, Lq, dtype=torch.float32, device=o.device)
     BLOCK_D = block_d(D)
     BLOCK_M = max(1, 8192 // BLOCK_D)
@@ -243,10 +244,20 @@ def launch_dq(dq, q, k, v, do, lse, delta, scale, offset, left, right, t: Tile):
     )
 
 
-def launch_dkdv(dk, dv, q, k, v, do, lse, delta, scale, offset, left, right, t: Tile):
+def key_programs(q, k, t: Tile) -> tuple[int, int]:
+    """One program for each block of keys, and the parts that each of them is split into."""
+    programs = q.shape[0] * k.shape[1] * triton.cdiv(k.shape[2], t.N)
+    return programs, splits(programs, triton.cdiv(q.shape[2], t.M))
+
+
+def launch_dkdv(dk, dv, q, k, v, do, lse, delta, scale, offset, left, right, t: Tile) -> None:
     (B, H, Lq, _), (Hkv, Lk) = q.shape, k.shape[1:3]
-    programs = B * Hkv * triton.cdiv(Lk, t.N)
-    parts = splits(programs, triton.cdiv(Lq, t.M))
+    programs, parts = key_programs(q, k, t)
+    if t.gluon and parts == 1:
+        return dkdv_hopper(dk, dv, q, k, v, do, lse, delta, scale, offset, left, right, t)
+    if t.gluon:
+        t = SPLIT_TILE
+        programs, parts = key_programs(q, k, t)
     sums = partials(parts, dk, dv)
     _dkdv_kernel[(programs * parts,)](
         view(q, t.M), view(k, t.N), view(v, t.N), view(do, t.M), lse, delta,
@@ -258,17 +269,13 @@ def launch_dkdv(dk, dv, q, k, v, do, lse, delta, scale, offset, left, right, t: 
 
 
 def backward(do, dlse, q, k, v, o, lse, scale, offset, left, right, dq_tile: Tile, dkdv_tile: Tile):
-    B, _, Lq, D = q.shape
+    D = q.shape[3]
     q, k, v, do = ready(q), ready(k), ready(v), ready(do)
     dq, dk, dv = like(q, D), like(k, D), like(v, D)
     if not (dq.numel() and dk.numel()):
         return tuple(cut(t.zero_(), D) for t in (dq, dk, dv))
-    delta = row_delta(o if o.stride(-1) == 1 else o.contiguous(), do, dlse)
+    delta = row_delta(o, do, dlse)
     given = (q, k, v, do, lse, delta, scale, offset, left, right)
     (dq_hopper if dq_tile.gluon else launch_dq)(dq, *given, dq_tile)
-    few = splits(B * k.shape[1] * triton.cdiv(k.shape[2], dkdv_tile.N), triton.cdiv(Lq, dkdv_tile.M)) > 1
-    if dkdv_tile.gluon and not few:
-        dkdv_hopper(dk, dv, *given, dkdv_tile)
-    else:
-        launch_dkdv(dk, dv, *given, SPLIT_TILE if dkdv_tile.gluon else dkdv_tile)
+    launch_dkdv(dk, dv, *given, dkdv_tile)
     return cut(dq, D), cut(dk, D), cut(dv, D)

@@ -16,6 +16,7 @@ INTERPRETED = tl.constexpr(triton.knobs.runtime.interpret)
 FP32 = tl.constexpr("ieee" if torch.version.hip else "tf32x3")
 LOG2E = 1.4426950408889634
 LN2 = 0.6931471805599453
+ONE_BY_LN2 = tl.constexpr(LOG2E)  # LOG2E as kernels can read it
 ALIGN = 16  # bytes that a descriptor wants every row, and the first, to start at
 
 

@@ -6,6 +6,7 @@ import triton.language as tl
 from whet.ops.attention.backward import partials, row_delta, splits, summed
 from whet.ops.attention.common import (
     LOG2E,
+    ONE_BY_LN2,
     Tile,
     block_d,
     cut,
@@ -56,7 +57,7 @@ def _one_tile_kernel(
         lse = tl.load(lse_ptr + at, mask=row < Lq, other=0.0)
         delta = tl.sum(o.to(tl.float32) * do.to(tl.float32), 1)
         if dlse_ptr is not None:
-            delta -= tl.load(dlse_ptr + at, mask=row < Lq, other=0.0) * 1.4426950408889634
+            delta -= tl.load(dlse_ptr + at, mask=row < Lq, other=0.0) * ONE_BY_LN2
         p = tl.exp2(dot(q, k.T) * rate - lse[:, None])
         p = tl.where(seen((row + offset)[:, None], j[None, :], Lk, left, right, HAS_LEFT, HAS_RIGHT), p, 0.0)
         dv = dot_add(dv, tl.trans(p.to(do.dtype)), do)
@@ -172,7 +173,7 @@ def fused(do, dlse, q, k, v, o, lse, scale, offset, left, right, tile: Tile):
     Hkv, Lk = k.shape[1:3]
     q, k, v, do = ready(q), ready(k), ready(v), ready(do)
     dq, dk, dv = like(q, D), like(k, D), like(v, D)
-    delta = row_delta(o if o.stride(-1) == 1 else o.contiguous(), do, dlse)
+    delta = row_delta(o, do, dlse)
     blocks = triton.cdiv(Lk, tile.N)
     partial = partials(blocks, dq)
     if max(left, right) >= 0:

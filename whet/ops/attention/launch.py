@@ -11,7 +11,7 @@ from whet.ops.attention.backward import backward
 from whet.ops.attention.common import LN2, Tile, block_d, has_descriptors, shaped
 from whet.ops.attention.forward import forward
 from whet.ops.attention.fused import PARTIAL_LIMIT, fused, one_tile, partial_bytes
-from whet.ops.attention.meaning import any_blind, dtype_of, scale_of, span
+from whet.ops.attention.meaning import NO_FP8, any_blind, dtype_of, scale_of, span
 
 # forward/dq/dkdv by BLOCK_D; the first is the default, the rest are what tuning tries beside it. Products of 64 rows keep
 # three programs on an SM, which overlap better than one that is pipelined by hand: see docs/kernels.md.
@@ -159,7 +159,7 @@ def kernel_refuses(q, k, v, causal=None, window=None, scale=None, return_lse=Fal
 
 def refuses(q, k, v, causal=None, window=None, scale=None, return_lse=False, precision=None):
     if precision is not None:
-        return "computes in the inputs' precision; precision='fp8' is served by triton_fp8, eager and compile"
+        return NO_FP8
     return kernel_refuses(q, k, v, causal, window, scale, return_lse, precision)
 
 

@@ -12,6 +12,7 @@ ROWS = 128  # that share one scale where precision="fp8", and whose remainder `p
 PROVABLE = 2**27  # scores that the float64 oracle is asked for at most
 LAYOUTS = ("contiguous", "bshd", "sliced", "expanded", "transposed")
 CAUSAL = ("top-left", "bottom-right")
+NO_FP8 = "computes in the inputs' precision; precision='fp8' is served by triton_fp8, eager and compile"
 
 
 def reference(q, k, v, causal=None, window=None, scale=None, return_lse=False, precision=None):

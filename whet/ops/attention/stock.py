@@ -10,10 +10,9 @@ import torch.nn.functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from whet.op import Impl, compiled
-from whet.ops.attention.meaning import any_blind, reference, scale_of, seen, span
+from whet.ops.attention.meaning import NO_FP8, any_blind, reference, scale_of, seen, span
 
 SCORES_LIMIT, MASK_LIMIT = 16 << 30, 4 << 30  # bytes
-NO_FP8 = "computes in the inputs' precision; precision='fp8' is served by triton_fp8, eager and compile"
 NO_GPU = "needs tensors on the GPU; impl='torch' runs anywhere"
 
 
