@@ -12,7 +12,7 @@ pytestmark = pytest.mark.gpu
 
 OP = discover()["attention"]
 inputs, reference = OP.inputs, OP.reference
-TRITON = pytest.mark.parametrize("impl", [n for n in OP.impls if n.startswith("triton") and n != "triton_fp8"])
+TRITON = pytest.mark.parametrize("impl", [n for n, i in OP.impls.items() if i.needs == "triton" and n != "triton_fp8"])
 ODD = [
     dict(B=3, H=6, KV=2, Lq=1037, Lk=519, D=64), dict(B=2, H=4, KV=4, Lq=515, Lk=1031, D=80, causal="bottom-right"),
     dict(B=1, H=8, KV=1, Lq=2049, Lk=2049, D=128, causal="top-left", window=333), dict(B=2, H=3, KV=3, Lq=257, Lk=63, D=40),

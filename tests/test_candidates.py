@@ -171,5 +171,6 @@ def test_an_impl_that_is_no_name_names_the_choices(impl):
 
 
 def test_every_kernel_of_whets_own_is_known_by_its_name():
-    assert [n for n in SIMPLICITY if ours(n)] == ["triton", "triton_fused_bwd", "triton_fp8"] and ours("triton@64x64w4s2")
-    assert all(ours(name) for op in discover().values() for name, impl in op.impls.items() if impl.needs == "triton")
+    names = ["triton", "triton_fused_bwd", "triton_cudnn_bwd", "triton_fp8"]
+    assert [n for n in SIMPLICITY if ours(n)] == names and ours("triton@64x64w4s2")
+    assert all(ours(name) for op in discover().values() for name, i in op.impls.items() if i.needs in ("triton", "cudnn"))

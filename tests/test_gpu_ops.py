@@ -5,14 +5,14 @@ import torch
 from conftest import every_kernel, takes
 from test_registered import assert_same_bits, gradients, kernel_of, replay_with_new_values
 
-from whet.op import as_tuple, discover, ours, tensors
+from whet.op import as_tuple, discover, tensors
 from whet.verify import judge, verify_case, widen
 
 pytestmark = pytest.mark.gpu
 
 BENCH = [
     pytest.param(op, impl, case, id=f"{op.name}-{impl}-{name}")
-    for op in discover().values() for impl in filter(ours, op.impls)
+    for op, impl in (kernel.values for kernel in every_kernel())
     for name, case in op.shapes.items() if takes(op, impl, case, "bfloat16")
 ]
 ROWS = 3  # compared at either end of a tensor too large for the oracle

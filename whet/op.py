@@ -20,7 +20,7 @@ from whet import machine
 
 SIMPLICITY = (  # a tie keeps the earlier: another package comes last
     "eager", "torch", "sdpa_flash", "sdpa_efficient", "sdpa_cudnn", "compile", "flex",
-    "triton", "triton_fused_bwd", "triton_fp8", "liger",
+    "triton", "triton_fused_bwd", "triton_cudnn_bwd", "triton_fp8", "liger",
 )
 DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16, "float64": torch.float64}
 DTYPE_NAMES = {v: k for k, v in DTYPES.items()}
@@ -52,7 +52,7 @@ def untiled(*args, **kwargs) -> tuple[str, ...]:
 class Impl:
     run: Callable  # the reference's arguments, the reference's results
     refuses: Callable[..., str | None] = accepts  # None, or the one sentence that says why these inputs cannot run
-    needs: str = "torch"  # "torch", "triton", or the name of a package
+    needs: str = "torch"  # "torch", "triton", "cudnn" (with Triton, on a GPU alone), or the name of a package
     capability: tuple[int, int] | None = None  # lowest CUDA compute capability
     no_graph: str = ""  # why it cannot be captured as a CUDA graph; empty: it can
     spills: str = ""  # why a kernel of this impl may spill registers on sm_90; empty: it may not
@@ -182,7 +182,10 @@ class Op:
         impl, mode = self.impl(name), machine.triton_mode()
         if impl.needs == "triton" and mode == "none":
             return "needs a GPU, or TRITON_INTERPRET=1 to run on the CPU"
-        if impl.needs not in ("torch", "triton"):
+        if impl.needs == "cudnn":
+            if mode != "gpu" or not torch.backends.cudnn.is_available():
+                return "needs a GPU with cuDNN"
+        elif impl.needs not in ("torch", "triton"):
             if not machine.has(impl.needs):
                 return f"needs the package {impl.needs}, which is not installed"
             if mode != "gpu":

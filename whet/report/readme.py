@@ -284,9 +284,9 @@ IMPLS = {
     "sdpa_flash": "SDPA held to its FlashAttention backend", "sdpa_efficient": "SDPA held to its memory-efficient backend",
     "sdpa_cudnn": "SDPA held to its cuDNN backend", "flex": "compiled FlexAttention", "liger": "Liger-Kernel's",
     "triton": "whet's own kernel", "triton_fused_bwd": "whet's own kernel, its backward in one pass",
-    "triton_fp8": "whet's own kernel in FP8",
+    "triton_cudnn_bwd": "whet's own kernel forward, cuDNN's backward", "triton_fp8": "whet's own kernel in FP8",
 }
-NEEDS = {"torch": "-", "triton": "a GPU (or TRITON_INTERPRET=1)"}
+NEEDS = {"torch": "-", "triton": "a GPU (or TRITON_INTERPRET=1)", "cudnn": "a GPU with cuDNN"}
 OPS_HEAD = """\
 <!-- made by `python -m whet.report.readme` from whet/ops; edits here are overwritten -->
 # Ops

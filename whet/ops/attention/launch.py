@@ -6,7 +6,7 @@ from whet import machine
 from whet.library import Fused
 from whet.op import Impl, error
 from whet.ops._rows import KERNEL_DTYPES
-from whet.ops.attention import fp8
+from whet.ops.attention import fp8, hybrid
 from whet.ops.attention.backward import backward
 from whet.ops.attention.common import LN2, Tile, block_d, has_descriptors, shaped
 from whet.ops.attention.forward import forward
@@ -96,6 +96,13 @@ def launch_fused(do, dlse, q, k, v, o, lse, scale, offset, left, right, tile):
     return fused(do, dlse, q, k, v, o, lse, scale, offset, left, right, fused_tile(q, tile))
 
 
+def launch_hybrid(do, dlse, q, k, v, o, lse, scale, offset, left, right, tile):
+    """cuDNN takes no gradient of the log-sum-exp: with one, and without one of the output, the backward is ours."""
+    if do is None or dlse is not None:
+        return launch_backward(do, dlse, q, k, v, o, lse, scale, offset, left, right, tile)
+    return hybrid.backward(do, q, k, v, o, lse, scale, causal=right == 0)
+
+
 def fused_tile(q, tile: str) -> Tile:
     return Tile.read(tile or (FUSED_WIDE if q.dtype == torch.float32 else FUSED_TILE)[block_d(q.shape[3])])
 
@@ -136,6 +143,7 @@ def registered(name, impl, run_forward, run_backward, fake=_fake, fake_backward=
 
 TWO_PASS = registered("attention", "triton", launch_forward, launch_backward)
 ONE_PASS = registered("attention_fused_bwd", "triton_fused_bwd", launch_forward, launch_fused)
+CUDNNS = registered("attention_cudnn_bwd", "triton_cudnn_bwd", launch_forward, launch_hybrid)
 IN_FP8 = registered("attention_fp8", "triton_fp8", fp8.forward, launch_fp8_backward, _fake_fp8, _fake_fp8_backward)
 
 
@@ -169,6 +177,11 @@ def fused_refuses(q, k, v, causal=None, window=None, scale=None, return_lse=Fals
     if (needed := partial_bytes(q, k, fused_tile(q, ""))) > PARTIAL_LIMIT:
         return f"the partial sums of dq would take {needed / 2**30:.1f} GiB, more than {PARTIAL_LIMIT >> 30}"
     return None
+
+
+def hybrid_refuses(q, k, v, causal=None, window=None, scale=None, return_lse=False, precision=None):
+    given = (q, k, v, causal, window, scale, return_lse, precision)
+    return refuses(*given) or hybrid.refuses(*given)
 
 
 def fp8_refuses(q, k, v, causal=None, window=None, scale=None, return_lse=False, precision=None):
@@ -205,6 +218,13 @@ IMPLS = {
         runner(ONE_PASS, "triton_fused_bwd", fused_refuses), fused_refuses, needs="triton",
         limits=("precision='fp8'", *LIMITS, "more than 4 GiB of partial sums of dq"),
         spills="five products share one program's registers: at head sizes over 64, and in float32",
+    ),
+    "triton_cudnn_bwd": Impl(
+        runner(CUDNNS, "triton_cudnn_bwd", hybrid_refuses), hybrid_refuses, needs="cudnn", capability=(8, 0),
+        limits=(
+            "precision='fp8'", "dtypes other than fp16, bf16", f"head sizes over {hybrid.MAX_D} or no multiple of 8",
+            "empty inputs", "a single query", "a window, or bottom-right where the lengths differ", *LIMITS[1:],
+        ),
     ),
     "triton_fp8": Impl(
         runner(IN_FP8, "triton_fp8", fp8_refuses), fp8_refuses, needs="triton", capability=(8, 9),

@@ -1,0 +1,135 @@
+"""attention with whet's forward and cuDNN's backward: what it refuses, and on a GPU that what is handed over is right."""
+
+import pytest
+import torch
+from test_registered import Watch, fresh, kernel_of
+from torch.utils.checkpoint import checkpoint
+
+import whet.ops
+from whet.op import discover
+from whet.verify import evaluate, judge, upstream, verify, widen
+
+OP = discover()["attention"]
+NAME = "triton_cudnn_bwd"
+run = kernel_of(OP, NAME)
+CASES = [
+    dict(B=2, H=4, KV=4, Lq=257, Lk=129, D=64), dict(B=2, H=8, KV=2, Lq=130, Lk=333, D=128),
+    dict(B=1, H=4, KV=1, Lq=300, Lk=300, D=40, causal="bottom-right"),
+    dict(B=2, H=2, KV=2, Lq=65, Lk=190, D=96, causal="top-left"),
+    dict(B=3, H=2, KV=2, Lq=500, Lk=64, D=64, layout="bshd"), dict(B=2, H=4, KV=2, Lq=128, Lk=128, D=64, layout="sliced"),
+]
+
+
+def named(case):
+    return "-".join(str(v) for v in case.values())
+
+
+CASE = pytest.mark.parametrize("case", CASES, ids=named)
+
+
+@pytest.mark.parametrize("change, words", [
+    (dict(dtype=torch.float32), "float16 or bfloat16"), (dict(D=20), "multiple of 8"), (dict(D=136), "multiple of 8 up to 128"),
+    (dict(Lq=1), "a single row"), (dict(Lk=0), "must not be empty"), (dict(window=16), "window=16"),
+    (dict(causal="bottom-right"), "no word for causal='bottom-right'"), (dict(precision="fp8"), "precision='fp8' is served by"),
+])
+def test_refuses_what_cudnns_backward_does_not_do(change, words):
+    case = dict(B=1, H=2, KV=1, Lq=48, Lk=64, D=32) | change
+    dtype = case.pop("dtype", torch.bfloat16)
+    assert words in OP.impls[NAME].refuses(**OP.inputs(dtype, "meta", **case))
+
+
+@CASE
+def test_takes_plain_and_causal_calls_from_the_first_key_on(case):
+    assert OP.impls[NAME].refuses(**OP.inputs(torch.bfloat16, "meta", **case)) is None
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
+def test_needs_a_gpu_and_says_so():
+    q = torch.randn(1, 2, 64, 32, dtype=torch.bfloat16)
+    with pytest.raises(ValueError, match=r"attention\[triton_cudnn_bwd\]: needs a GPU with cuDNN"):
+        whet.ops.attention(q, q, q, impl=NAME)
+
+
+def judged(actual, args):
+    """A verdict on outputs and gradients, against the reference on these arguments."""
+    oracle = evaluate(OP, OP.reference, {k: widen(v) for k, v in args.items()}, True)
+    return judge(actual, evaluate(OP, OP.reference, args, True), oracle)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=["float16", "bfloat16"])
+@pytest.mark.parametrize("dout", ["contiguous", "transposed", "sliced", "expanded"])
+@CASE
+def test_gradients_are_right_under_any_upstream_layout(case, dout, dtype, device):
+    verdict = verify(OP, OP.impls[NAME], OP.inputs(dtype, device, **case), dout_layout=dout)
+    assert verdict.ok, verdict.why
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("scale", [0.02, 0.5])
+def test_scale_and_log_sum_exp_are_handed_over(scale, device):
+    args = OP.inputs(torch.bfloat16, device, B=2, H=4, KV=2, Lq=200, Lk=310, D=64) | dict(scale=scale)
+    for options in ({}, dict(return_lse=True)):
+        verdict = verify(OP, OP.impls[NAME], args | options)
+        assert verdict.ok, verdict.why
+
+
+@pytest.mark.gpu
+def test_the_log_sum_exp_alone_has_its_gradient(device):
+    def lse_of(function):
+        return lambda **a: function(**a)[1]
+
+    args = OP.inputs(torch.bfloat16, device, B=2, H=4, KV=2, Lq=200, Lk=310, D=64) | dict(return_lse=True)
+    oracle = evaluate(OP, lse_of(OP.reference), {k: widen(v) for k, v in args.items()}, True)
+    eager, actual = (evaluate(OP, lse_of(f), args, True) for f in (OP.reference, run))
+    assert oracle.pop("grad v") is None and (actual["grad v"] is None or not actual["grad v"].any())
+    verdict = judge(actual, eager, oracle)
+    assert verdict.ok, verdict.why
+
+
+@pytest.mark.gpu
+@CASE
+def test_compiled_checkpointed_and_watched_calls_are_right(case, device):
+    torch._dynamo.reset()
+    args = OP.inputs(torch.bfloat16, device, **case)
+    ways = {
+        "compiled": torch.compile(run, fullgraph=True, dynamic=False),
+        "checkpointed": lambda **a: checkpoint(run, use_reentrant=False, **a),
+    }
+    for way, function in ways.items():
+        verdict = judged(evaluate(OP, function, args, True), args)
+        assert verdict.ok, f"{way}: {verdict.why}"
+    with Watch() as watch:
+        evaluate(OP, run, args, True)
+    for func, call in watch.calls:
+        call = [a.detach().clone() if isinstance(a, torch.Tensor) else a for a in call]
+        torch.library.opcheck(func, tuple(call), test_utils=("test_schema", "test_faketensor"))
+
+
+@pytest.mark.gpu
+@CASE
+def test_a_graph_replays_with_new_values(case, device):
+    args = fresh(OP, case, device, "bfloat16")
+    leaves = [args[n] for n in "qkv"]
+    dout = upstream(run(**args), 0, "contiguous")
+
+    def step():
+        o = run(**args)
+        return {"output 0": o.detach()} | {f"grad {n}": g for n, g in zip("qkv", torch.autograd.grad(o, leaves, dout))}
+
+    side = torch.cuda.Stream()
+    side.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(side):
+        step()
+    torch.cuda.current_stream().wait_stream(side)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        captured = step()
+    with torch.no_grad():
+        for t in captured.values():
+            t.fill_(float("nan"))
+        for leaf in leaves:
+            leaf.copy_(torch.randn_like(leaf))
+    graph.replay()
+    verdict = judged(captured, args)
+    assert verdict.ok, verdict.why
