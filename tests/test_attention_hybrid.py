@@ -24,6 +24,7 @@ def named(case):
     return "-".join(str(v) for v in case.values())
 
 
+LAYOUTS = ["contiguous", "transposed", "sliced", "expanded"]
 CASE = pytest.mark.parametrize("case", CASES, ids=named)
 
 
@@ -58,11 +59,25 @@ def judged(actual, args):
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=["float16", "bfloat16"])
-@pytest.mark.parametrize("dout", ["contiguous", "transposed", "sliced", "expanded"])
+@pytest.mark.parametrize("dout", LAYOUTS)
 @CASE
 def test_gradients_are_right_under_any_upstream_layout(case, dout, dtype, device):
     verdict = verify(OP, OP.impls[NAME], OP.inputs(dtype, device, **case), dout_layout=dout)
     assert verdict.ok, verdict.why
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("first", LAYOUTS)
+@CASE
+def test_plans_that_torch_made_for_other_calls_do_not_matter(case, first, device):
+    """torch's own backward keeps the plan of the first upstream layout it meets, and misreads later ones with it."""
+    case = case | dict(B=case["B"] + 1 + LAYOUTS.index(first))  # a size that no other test has made a plan for
+    args = OP.inputs(torch.bfloat16, device, **case)
+    if OP.impls["sdpa_cudnn"].refuses(**args) is None:
+        evaluate(OP, OP.impls["sdpa_cudnn"].run, args, True, first)
+    for dout in LAYOUTS:
+        verdict = verify(OP, OP.impls[NAME], args, dout_layout=dout)
+        assert verdict.ok, f"{dout}: {verdict.why}"
 
 
 @pytest.mark.gpu

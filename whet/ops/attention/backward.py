@@ -258,6 +258,8 @@ def launch_dkdv(dk, dv, q, k, v, do, lse, delta, scale, offset, left, right, t: 
     if t.gluon:
         t = SPLIT_TILE
         programs, parts = key_programs(q, k, t)
+    if Hkv != H:
+        t = t._replace(registers=0)  # the loop over a group's heads takes more, and would spill inside
     sums = partials(parts, dk, dv)
     _dkdv_kernel[(programs * parts,)](
         view(q, t.M), view(k, t.N), view(v, t.N), view(do, t.M), lse, delta,

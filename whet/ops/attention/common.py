@@ -21,25 +21,30 @@ ALIGN = 16  # bytes that a descriptor wants every row, and the first, to start a
 
 
 class Tile(NamedTuple):
-    """BLOCK_M queries, BLOCK_N keys, warps, stages: "64x128w4s2"; "g64x64w4s2" is a kernel in Gluon, for Hopper alone."""
+    """BLOCK_M queries, BLOCK_N keys, warps, stages: "64x128w4s2"; "g64x64w4s2" is a kernel in Gluon, for Hopper alone.
+
+    "64x64w4s3r168" holds the compiler to 168 registers a thread: four warps of 168 or fewer run three programs to an SM.
+    """
 
     M: int
     N: int
     warps: int
     stages: int
     gluon: bool = False
+    registers: int = 0  # a thread's at most; 0: as many as the compiler wants
 
     @classmethod
     def read(cls, text: str) -> "Tile":
-        found = re.fullmatch(r"(g?)(\d+)x(\d+)w(\d+)s(\d+)", text)
+        found = re.fullmatch(r"(g?)(\d+)x(\d+)w(\d+)s(\d+)(?:r(\d+))?", text)
         if not found:
             raise ValueError(f"attention: a tile is written like 64x128w4s2 (queries, keys, warps, stages), got {text!r}")
-        M, N, warps, stages = map(int, found.groups()[1:])
-        return cls(M, N, warps, stages, bool(found[1]))
+        M, N, warps, stages, registers = (int(n or 0) for n in found.groups()[1:])
+        return cls(M, N, warps, stages, bool(found[1]), registers)
 
     @property
     def options(self) -> dict:
-        return dict(BLOCK_M=self.M, BLOCK_N=self.N, num_warps=self.warps, num_stages=self.stages)
+        limit = dict(maxnreg=self.registers) if self.registers else {}
+        return dict(BLOCK_M=self.M, BLOCK_N=self.N, num_warps=self.warps, num_stages=self.stages) | limit
 
 
 @triton.jit

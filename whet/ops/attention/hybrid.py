@@ -2,7 +2,7 @@
 
 import torch
 
-from whet.ops.attention.common import LN2, ready
+from whet.ops.attention.common import LN2, ready, shaped
 from whet.ops.attention.meaning import dtype_of, span
 
 MAX_D = 128  # cuDNN's widest head in training
@@ -23,10 +23,30 @@ def refuses(q, k, v, causal=None, window=None, scale=None, return_lse=False, pre
     return None
 
 
+def apart(x: torch.Tensor) -> torch.Tensor:
+    """A copy of x in its own order, rows 16 bytes further apart: strides that no one else's tensors have."""
+    order = sorted(range(3), key=lambda d: -x.stride(d))
+    wide = x.new_empty(*(x.shape[d] for d in order), x.shape[3] + 8)
+    return wide.permute(*(order.index(d) for d in range(3)), 3)[..., : x.shape[3]].copy_(x)
+
+
+def laid(x: torch.Tensor, given: torch.Tensor) -> torch.Tensor:
+    """A gradient with the strides that the fakes promise for `given`."""
+    promised = shaped(torch.empty_strided(given.shape, given.stride(), dtype=given.dtype, device="meta")).stride()
+    return x if x.stride() == promised else torch.empty_strided(x.shape, promised, dtype=x.dtype, device=x.device).copy_(x)
+
+
 def backward(do, q, k, v, o, lse, scale: float, causal: bool):
-    q, k, v = ready(q), ready(k), ready(v)
+    """torch keeps a cuDNN plan for the strides of q, k and v alone, and so reads do by the strides of the first call's.
+
+    The plan must be ours alone, therefore: v has strides of its own, and do always has o's.
+    """
+    given, (q, k, v) = (q, k, v), (ready(q), ready(k), apart(v))
+    if do.stride() != o.stride():
+        do = torch.empty_like(o).copy_(do)
     unused = torch.zeros((), dtype=torch.int64, device=q.device)  # dropout's seed and offset
-    return torch.ops.aten._scaled_dot_product_cudnn_attention_backward(
+    grads = torch.ops.aten._scaled_dot_product_cudnn_attention_backward(
         do, q, k, v, o, (lse * LN2).unsqueeze(-1), unused, unused, None, None, None, q.shape[2], k.shape[2], 0.0, causal,
         scale=scale,
     )
+    return tuple(laid(grad, x) for grad, x in zip(grads, given))
