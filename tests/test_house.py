@@ -10,8 +10,8 @@ import pytest
 ROOT = Path(__file__).parent.parent
 PACKAGE = sorted((ROOT / "whet").rglob("*.py"))
 ORDER = [
-    "machine", "library", "op", "lock", "choices", "ops", "ahead", "verify", "measure", "worker", "tune", "models", "report",
-    "optimize", "autoselect", "cli",
+    "machine", "library", "op", "lock", "choices", "ops", "ahead", "verify", "measure", "counters", "worker", "tune", "models",
+    "report", "optimize", "autoselect", "cli",
 ]
 FILE_LINES, FUNCTION_LINES, PACKAGE_LINES = 400, 50, 12000
 

@@ -16,7 +16,7 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
 import whet.ops  # noqa: F401  (fills the registry)
-from whet import machine, measure, models
+from whet import counters, machine, measure, models
 from whet.lock import Lock, lock_path
 from whet.op import DTYPES, Call, Op, discover
 from whet.optimize import PRECISIONS, optimize
@@ -229,6 +229,36 @@ def bench(
         if stopped:
             typer.echo(f"whet: stopped; {len(entries)} of {len(lock.calls)} were timed and are in the record", err=True)
             raise typer.Exit(130)
+
+
+@app.command("counters")
+def counters_command(
+    op: Annotated[str, typer.Argument(metavar="OP", help="The op.")],
+    impls: Annotated[list[str] | None, typer.Option("--impl", help="Impl or impl@tile; repeatable (default: triton).")] = None,
+    shapes: Shapes = None,
+    dtype: Annotated[str, typer.Option(help=", ".join(DTYPES) + ".")] = "bfloat16",
+    forward_only: Annotated[bool, typer.Option(help="Leave the backward out (default: forward + backward).")] = False,
+    records: Records = "records",
+    as_json: Json = False,
+):
+    """What bounds each kernel of an impl, from the GPU's own counters: how busy each unit is, and what warps wait for.
+
+    Example: whet counters attention --impl triton --impl sdpa_cudnn --shapes mid
+    """
+    with plain_errors("nothing is kept"), progress_bar(not as_json) as progress:
+        calls, rows = bench_calls([op], shapes or [], dtype, not forward_only), []
+        work = [(call, impl) for call, _ in calls for impl in impls or ["triton"]]
+        for _, impl in work:
+            discover()[op].impl(impl)
+        for i, (call, impl) in enumerate(work):
+            progress(f"{call.op} {impl}", i, len(work))
+            rows += [{"call": call.key, "impl": impl, **row} for row in counters.read(call, impl)]
+        asked = [*(f"--impl {i}" for i in impls or []), *(f"--shapes {shlex.quote(s)}" for s in shapes or [])]
+        command = " ".join(["whet counters", op, *asked, f"--dtype {dtype}", *(["--forward-only"] if forward_only else [])])
+        made = record.make(command, {"kernels": rows})
+        other = [*([] if dtype == "bfloat16" else [dtype]), *(["forward"] if forward_only else [])]
+        name = " ".join(["counters", op, *(impls or []), *(shapes or []), *other])
+        emit(made, as_json, records, name, lambda: console.print(tables.counters_table(rows)))
 
 
 @app.command("optimize")
