@@ -81,6 +81,18 @@ def test_plans_that_torch_made_for_other_calls_do_not_matter(case, first, device
 
 
 @pytest.mark.gpu
+@pytest.mark.parametrize("impl", ["sdpa_cudnn", "torch"])
+def test_torchs_own_plans_are_as_wrong_as_beware_says(impl, device):
+    case = dict(B=7, H=4, KV=4, Lq=257 + 8 * (impl == "torch"), Lk=129, D=64)
+    args = OP.inputs(torch.bfloat16, device, **case)
+    if reason := OP.why_not("sdpa_cudnn", args):
+        pytest.skip(reason)
+    assert verify(OP, OP.impls[impl], args).ok
+    verdict = verify(OP, OP.impls[impl], args, dout_layout="sliced")
+    assert not verdict.ok, f"torch {torch.__version__} reads other upstream layouts: what `beware` says is over"
+
+
+@pytest.mark.gpu
 @pytest.mark.parametrize("scale", [0.02, 0.5])
 def test_scale_and_log_sum_exp_are_handed_over(scale, device):
     args = OP.inputs(torch.bfloat16, device, B=2, H=4, KV=2, Lq=200, Lk=310, D=64) | dict(scale=scale)

@@ -60,7 +60,7 @@ def run_torch(q, k, v, causal=None, window=None, scale=None, return_lse=False, p
     )
 
 
-def sdpa(backend: SDPBackend, able: str, *limits: str, misses: str = "") -> Impl:
+def sdpa(backend: SDPBackend, able: str, *limits: str, misses: str = "", beware: str = "") -> Impl:
     """SDPA held to one backend.
 
     able  the function of torch.backends.cuda that says whether the backend takes a call; what it warns of is the reason
@@ -80,7 +80,7 @@ def sdpa(backend: SDPBackend, able: str, *limits: str, misses: str = "") -> Impl
         with sdpa_kernel(backend):  # so that a backend switched off elsewhere is asked as it will run
             return torchs_reason(able, q, k, v, causal, window)
 
-    return Impl(run, refuses, limits=(*SDPA_LIMITS, *limits), misses=misses)
+    return Impl(run, refuses, limits=(*SDPA_LIMITS, *limits), misses=misses, beware=beware)
 
 
 def torchs_reason(able: str, q, k, v, causal, window):
@@ -180,11 +180,16 @@ SDPA_LIMITS = (
 SCORES_LIMITS = (f"scores of more than {SCORES_LIMIT >> 30} GiB",)
 ON_GPU = "tensors that are not on the GPU"
 TF32 = "float32 on a GPU: the memory-efficient kernel takes each product as three TF32 ones"
+PLANS = (
+    "its gradients where cuDNN serves it. torch (2.11) keeps cuDNN's plan for a backward by the sizes and strides of q, k and v alone, "
+    "and so reads the upstream gradient by the strides that it had in the first call of such a size: of another layout later on (a "
+    "slice, a sum over the batch), the gradients are silently wrong"
+)
 
 STOCK = {
     "eager": Impl(reference, formula_refuses, limits=SCORES_LIMITS),
     "compile": Impl(compiled(reference), formula_refuses, limits=SCORES_LIMITS),
-    "torch": Impl(run_torch, sdpa_refuses, limits=SDPA_LIMITS, misses=TF32),
+    "torch": Impl(run_torch, sdpa_refuses, limits=SDPA_LIMITS, misses=TF32, beware=PLANS),
     "sdpa_flash": sdpa(
         SDPBackend.FLASH_ATTENTION, "can_use_flash_attention", ON_GPU, "what torch says FlashAttention cannot do: masks, fp32"
     ),
@@ -193,7 +198,8 @@ STOCK = {
         "what torch says its memory-efficient kernel cannot do: grouped heads, unaligned head sizes", misses=TF32,
     ),
     "sdpa_cudnn": sdpa(
-        SDPBackend.CUDNN_ATTENTION, "can_use_cudnn_attention", ON_GPU, "what torch says cuDNN cannot do: fp32, wide heads"
+        SDPBackend.CUDNN_ATTENTION, "can_use_cudnn_attention", ON_GPU, "what torch says cuDNN cannot do: fp32, wide heads",
+        beware=PLANS,
     ),
     "flex": Impl(
         run_flex, flex_refuses,
