@@ -181,9 +181,9 @@ SCORES_LIMITS = (f"scores of more than {SCORES_LIMIT >> 30} GiB",)
 ON_GPU = "tensors that are not on the GPU"
 TF32 = "float32 on a GPU: the memory-efficient kernel takes each product as three TF32 ones"
 PLANS = (
-    "its gradients where cuDNN serves it. torch (2.11) keeps cuDNN's plan for a backward by the sizes and strides of q, k and v "
-    "alone, and reads the upstream gradient by the strides that it had in the first call of such a size: of another layout later "
-    "on (a slice, a sum over the batch), the gradients are silently wrong"
+    "its gradients where cuDNN serves it. torch (2.11) keeps cuDNN's plan for a backward by the sizes and strides of q, k and "
+    "v alone, and reads the upstream gradient by the strides that it had in the first call of such a size: of another layout "
+    "later on (a slice, a sum over the batch), the gradients are silently wrong"
 )
 
 STOCK = {
