@@ -20,6 +20,7 @@ from whet.ops.attention.common import (
     seen,
     view,
 )
+from whet.ops.attention.hopper_forward import forward_hopper
 
 
 @triton.jit
@@ -107,9 +108,12 @@ def forward(q, k, v, scale, offset, left, right, tile: Tile):
     lse = torch.empty(B, H, Lq, dtype=torch.float32, device=q.device)
     if not (o.numel() and Lk):
         return cut(o.zero_(), D), lse.fill_(float("-inf"))
+    rate = max(scale * LOG2E, 2.0**-126)  # 0 * -inf would be NaN
+    if tile.gluon:
+        forward_hopper(o, lse, q, k, v, rate, offset, left, right, tile)
+        return cut(o, D), lse
     _forward_kernel[(B * H * triton.cdiv(Lq, tile.M),)](
         view(q, tile.M), view(k, tile.N), view(v, tile.N), view(o, tile.M), lse,
-        H, H // k.shape[1], Lq, Lk, max(scale * LOG2E, 2.0**-126), offset, **limits(left, right),  # 0 * -inf would be NaN
-        BLOCK_D=block_d(q.shape[3]), **tile.options,
+        H, H // k.shape[1], Lq, Lk, rate, offset, **limits(left, right), BLOCK_D=block_d(q.shape[3]), **tile.options,
     )
     return cut(o, D), lse

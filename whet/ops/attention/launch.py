@@ -1,5 +1,7 @@
 """attention's kernels as torch.library ops, which tile serves which inputs, and what the impls refuse."""
 
+import re
+
 import torch
 
 from whet import machine
@@ -14,16 +16,21 @@ from whet.ops.attention.fused import PARTIAL_LIMIT, fused, one_tile, partial_byt
 from whet.ops.attention.meaning import NO_FP8, any_blind, dtype_of, scale_of, span
 
 # forward/dq/dkdv by BLOCK_D; the first is the default, the rest are what tuning tries beside it. Products of 64 rows keep
-# three programs on an SM, which overlap better than one that is pipelined by hand: see docs/kernels.md.
+# three programs on an SM, which overlap better than one that is pipelined by hand: see docs/kernels.md. At a head size of
+# 128 the forward has two warpgroups that take turns; where there are few queries, tuning may prefer the plain one.
 HOPPER = {
     16: ("64x128w4s2/64x64w4s3/64x64w4s3",), 32: ("64x128w4s2/64x64w4s3/64x64w4s3",),
     64: (
         "64x128w4s2/64x64w4s3/64x64w4s3r168", "64x128w4s2/64x64w4s3/g64x64w4s2", "64x64w4s2/64x64w4s3/64x64w4s2r168",
         "64x128w4s2/64x64w4s2/32x64w4s3",
     ),
-    128: ("64x64w4s3/g64x64w4s2/g64x128w8s2", "64x64w4s2/g64x32w4s2/g32x64w4s2", "64x64w4s3/64x64w4s2/g32x64w4s2"),
+    128: (
+        "g128x128w8s2/g64x64w4s2/g64x128w8s2", "64x64w4s3/g64x64w4s2/g64x128w8s2", "64x64w4s2/g64x32w4s2/g32x64w4s2",
+        "g128x128w8s2/64x64w4s2/g32x64w4s2",
+    ),
     256: ("64x64w8s2/64x32w8s2/32x64w8s2",),
 }
+NEWER_FORWARD = "64x64w4s3"  # in the place of Gluon's forward on GPUs after Hopper
 OTHERS = {
     16: ("64x64w4s3/64x64w4s2/64x64w4s2",), 32: ("64x64w4s3/64x64w4s2/64x64w4s2",),
     64: ("64x64w4s3/64x64w4s2/64x64w4s2", "128x64w4s3/64x64w4s2/32x64w4s2", "64x64w4s3/64x32w4s2/32x64w4s3"),
@@ -46,7 +53,9 @@ def table(q) -> tuple[str, ...]:
         return WIDE[D]
     if not has_descriptors():
         return OTHERS[D]
-    return HOPPER[D] if capability and capability[0] == 9 else tuple(dict.fromkeys(t.replace("g", "") for t in HOPPER[D]))
+    if capability and capability[0] == 9:
+        return HOPPER[D]
+    return tuple(dict.fromkeys(re.sub("^g[^/]*", NEWER_FORWARD, t).replace("g", "") for t in HOPPER[D]))
 
 
 def tiles(q, k, v, causal=None, window=None, scale=None, return_lse=False, precision=None) -> tuple[str, ...]:
@@ -55,11 +64,16 @@ def tiles(q, k, v, causal=None, window=None, scale=None, return_lse=False, preci
 
 
 def tiles_of(q, tile: str) -> tuple[Tile, Tile, Tile]:
-    """The tiles of forward, dq and dkdv: those asked for, else this GPU's for these inputs."""
+    """The tiles of forward, dq and dkdv: those asked for, else this GPU's for these inputs.
+
+    A forward in Gluon asked for where there is none is the default's.
+    """
     parts = (tile or table(q)[0]).split("/")
     if len(parts) != 3:
         raise ValueError(f"attention: tile must be forward/dq/dkdv, such as {HOPPER[64][0]}, got {tile!r}")
     forward_tile, dq, dkdv = map(Tile.read, parts)
+    if forward_tile.gluon and not table(q)[0].startswith("g"):
+        forward_tile = tiles_of(q, "")[0]
     return forward_tile, dq, dkdv
 
 

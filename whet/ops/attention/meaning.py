@@ -259,6 +259,7 @@ def _case(B, H, KV, Lq, Lk, D, **options):
 CASES = (
     _case(1, 2, 2, 65, 63, 40), _case(1, 2, 2, 1, 63, 16), _case(2, 2, 2, 63, 65, 64, causal="top-left"),
     _case(1, 1, 1, 65, 1000, 64), _case(1, 8, 1, 33, 65, 32, causal="bottom-right"), _case(1, 1, 1, 33, 65, 256),
+    _case(1, 2, 1, 130, 140, 96),
     _case(1, 2, 2, 65, 63, 32, scale=0.3), _case(1, 2, 2, 33, 33, 32, causal="top-left", scale=-0.3),
     _case(1, 2, 2, 33, 33, 32, causal="top-left", scale=0.0),
     # The first of each pair leaves no query without a key, the second some.
