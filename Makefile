@@ -13,7 +13,7 @@ test: setup
 	$(BIN)/python -m pytest
 
 check: setup
-	$(BIN)/ruff check whet tests
+	$(BIN)/ruff check whet tests exercises examples
 	$(BIN)/mypy
 	$(BIN)/python -m pytest tests/test_house.py
 

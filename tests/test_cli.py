@@ -17,6 +17,7 @@ from rich.console import Console
 from typer.testing import CliRunner
 
 import whet.cli
+import whet.terminal
 from whet.cli import app
 from whet.lock import Lock
 from whet.op import discover
@@ -106,7 +107,7 @@ def test_no_bar_and_no_colour_where_the_output_is_no_terminal(benched):
 
 def test_a_terminal_gets_a_bar(monkeypatch):
     screen = io.StringIO()
-    monkeypatch.setattr(whet.cli, "console", Console(file=screen, force_terminal=True, width=100))
+    monkeypatch.setattr(whet.terminal, "console", Console(file=screen, force_terminal=True, width=100))
     with whet.cli.progress_bar(True) as progress:
         progress("verifying rope/triton", 3, 8)
     assert "\x1b" in screen.getvalue() and "verifying rope/triton" in screen.getvalue()
@@ -187,7 +188,7 @@ def test_an_impl_has_one_line_with_the_best_of_its_tiles(capsys, monkeypatch):
     made = {"call": call, "mode": "graph", "count": 1, "chosen": "triton@a", "rival": "torch", "vs_rival": 4.0}
     made |= {"candidates": candidates, "floor_ms": 0.5, "bound": "compute", "flops": 6e11}
     screen = io.StringIO()
-    monkeypatch.setattr(whet.cli, "console", Console(file=screen, width=200, markup=False))
+    monkeypatch.setattr(whet.terminal, "console", Console(file=screen, width=200, markup=False))
     whet.cli.show_calls([made])
     text = re.sub(r"[ │]+", " ", screen.getvalue())
     assert "triton@a 1.000 0.0100 50% compute, 600 TFLOP/s 0.50 * - - chosen, 4.00x torch, best of 3 tiles" in text

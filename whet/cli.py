@@ -6,79 +6,36 @@ import inspect
 import json
 import shlex
 import signal
-import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import asdict
 from typing import Annotated
 
 import typer
-from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
 import whet.ops  # noqa: F401  (fills the registry)
-from whet import counters, machine, measure, models
+from whet import clinic, counters, machine, measure, models
 from whet.lock import Lock, lock_path
 from whet.op import DTYPES, Call, Op, discover
 from whet.optimize import PRECISIONS, optimize
 from whet.report import record, tables
+from whet.terminal import Json, Records, Shapes, console, emit, plain_errors, progress_bar
 from whet.tune import modes_here, reduced_note, tune
 
 MEANING = "Sharpens PyTorch transformers: kernels proven right, measured faster, with the proof shown."
 app = typer.Typer(no_args_is_help=True, add_completion=False, help=MEANING)
-# Nothing printed is markup: a reason such as "rope[triton]: ..." or a path must come out as it is.
-console = Console(width=None if sys.stdout.isatty() else 160, highlight=False, markup=False, emoji=False)
+for name, command in clinic.COMMANDS.items():
+    app.command(name)(command)
 
 TARGETS = [f"{m.name}:{size}" for m in models.discover().values() for size in m.sizes]
 
-Json = Annotated[bool, typer.Option("--json", help="Print JSON instead of tables (default off).")]
 Again = Annotated[bool, typer.Option(help="Measure the ceilings anew (default: from the cache).")]
-Shapes = Annotated[
-    list[str] | None,
-    typer.Option("--shapes", help="Part of a shape's name, or sizes and options, M=4096,N=384; repeatable (default: all)."),
-]
 Mode = Annotated[str, typer.Option(help="eager (host overhead included), graph (GPU work alone) or both; a CPU: eager only.")]
-Records = Annotated[str, typer.Option("--records", metavar="DIR", help="Folder the record is written to.")]
-
-
-@contextlib.contextmanager
-def progress_bar(show: bool) -> Iterator[Callable[[str, int, int], None]]:
-    """A bar on a terminal, nothing elsewhere."""
-    if not (show and console.is_terminal):
-        yield lambda text, done, total: None
-        return
-    columns = (TextColumn("{task.description:<36}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
-    with Progress(*columns, console=console, transient=True) as bar:
-        task = bar.add_task("starting", total=None)
-        yield lambda text, done, total: bar.update(task, description=text, completed=done, total=total)
-
-
-def emit(made: dict, as_json: bool, folder: str, name: str, show: Callable[[], None]) -> None:
-    path = record.write(made, folder, name)
-    if as_json:
-        typer.echo(json.dumps(made, indent=1))
-        return
-    show()
-    if path:
-        console.print(f"record: {path}")
 
 
 def show_calls(entries: list[dict]) -> None:
     console.print(tables.calls_table(entries))
     for line in (*(f"* {line}" for line in tables.proved(entries)), *tables.left_out(entries)):
         console.print(line)
-
-
-@contextlib.contextmanager
-def plain_errors(kept: str) -> Iterator[None]:
-    """What a user did wrong is one line, exit code 2; a stopped run says what it kept, exit code 130."""
-    try:
-        yield
-    except ValueError as e:
-        typer.echo(f"whet: {e}", err=True)
-        raise typer.Exit(2) from None
-    except KeyboardInterrupt:
-        typer.echo(f"whet: stopped; {kept}", err=True)
-        raise typer.Exit(130) from None
 
 
 @app.command("machine")
@@ -231,6 +188,13 @@ def bench(
             raise typer.Exit(130)
 
 
+def takes(call: Call, impl: str) -> bool:
+    """Whether an impl takes a shape; raises for a name that is none."""
+    op = discover()[call.op]
+    args = op.inputs(dtype=DTYPES[call.dtype], device=machine.this_machine().device, **call.case)
+    return op.impl(impl).refuses(**args) is None
+
+
 @app.command("counters")
 def counters_command(
     op: Annotated[str, typer.Argument(metavar="OP", help="The op.")],
@@ -247,9 +211,9 @@ def counters_command(
     """
     with plain_errors("nothing is kept"), progress_bar(not as_json) as progress:
         calls, rows = bench_calls([op], shapes or [], dtype, not forward_only), []
-        work = [(call, impl) for call, _ in calls for impl in impls or ["triton"]]
-        for _, impl in work:
-            discover()[op].impl(impl)
+        work = [(call, impl) for call, _ in calls for impl in impls or ["triton"] if takes(call, impl)]
+        if not work:
+            raise ValueError(f"counters: {', '.join(impls or ['triton'])} of {op} takes none of these shapes")
         for i, (call, impl) in enumerate(work):
             progress(f"{call.op} {impl}", i, len(work))
             rows += [{"call": call.key, "impl": impl, **row} for row in counters.read(call, impl)]
@@ -268,6 +232,7 @@ def optimize_command(
     again: Annotated[bool, typer.Option(help="Measure the plans anew even if the lock has them (default off).")] = False,
     seconds: Annotated[float, typer.Option(min=0.0, help="Measuring time per plan, seconds.")] = 0.5,
     lock: Annotated[str | None, typer.Option(metavar="FILE", help="The lock (default $WHET_LOCK, else whet.lock).")] = None,
+    html: clinic.Html = None,
     records: Records = "records",
     as_json: Json = False,
 ):
@@ -280,6 +245,8 @@ def optimize_command(
         with progress_bar(not as_json) as progress:
             result = optimize(target, Lock.read(where), precision, again, seconds, progress)
         made = record.make(f"whet optimize {target} --precision {precision}", result)
+        if html:
+            clinic.write_page(html, made)
 
         def show():
             show_calls(result["entries"])

@@ -1,0 +1,108 @@
+"""What is slow, what is wrong, what it costs, what fixes it: every check over one target, the findings in order of cost."""
+
+import contextlib
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import torch
+
+from whet.diagnose.checks import discover
+from whet.diagnose.decode import as_decode
+from whet.diagnose.run import Check, Finding, Run
+from whet.diagnose.script import run_script
+from whet.diagnose.target import CannotRun, Target, resolve
+from whet.diagnose.tell import overview, slowest_part
+
+Progress = Callable[[str, int, int], None]
+
+
+@dataclass
+class Diagnosis:
+    target: Target
+    run: Run
+    findings: list[Finding]
+    failed: dict[str, str] = field(default_factory=dict)  # check or observation -> why it could not be made
+
+    @property
+    def sentence(self) -> str:
+        """What is the slowest part, and why."""
+        wrong = [f for f in self.findings if f.wrong]
+        first = f"Wrong before slow: {wrong[0].cause}. " if wrong else ""
+        return first + slowest(self.run)
+
+    def as_dict(self) -> dict:
+        return {
+            "target": self.target.name, "kind": self.target.kind, "sentence": self.sentence, "notes": self.target.notes,
+            "findings": [f.as_dict() for f in self.findings], "failed": self.failed,
+        } | ({} if self.failed else overview(self.run))
+
+
+def open_target(text: str, kind: str | None = None, argv: list[str] | None = None) -> Target:
+    """A built-in model, file.py:function, or a script, which is run."""
+    if text.endswith(".py"):
+        return run_script(Path(text), argv)
+    target = resolve(text, "train" if kind == "train" else None)
+    if kind == "decode":
+        return as_decode(target)
+    return target
+
+
+def diagnose(target: Target, progress: Progress = lambda text, done, total: None, seconds: float = 1.0,
+             only: tuple[str, ...] = ()) -> Diagnosis:
+    """Every check that fits the target. A check that raises is reported, and the others go on."""
+    run, found, failed = Run(target, seconds), [], {}
+    steps = observations(run)
+    checks = [c for c in discover().values() if target.kind in c.kinds and (not c.gpu or run.gpu)]
+    checks = [c for c in checks if not only or c.name in only]
+    total = len(steps) + len(checks)
+    for i, (text, observe) in enumerate(steps):
+        progress(text, i, total)
+        try:
+            observe()
+        except CannotRun:
+            raise
+        except torch.OutOfMemoryError as e:
+            failed[text] = f"out of memory: {str(e).splitlines()[0]}"
+        except Exception as e:
+            failed[text] = f"{type(e).__name__}: {e}"
+    if len(failed) == len(steps):
+        raise CannotRun(f"{target.name}: {next(iter(failed.values()))}")
+    for i, check in enumerate(checks):
+        progress(check.title, len(steps) + i, total)
+        found += attempt(check, run, failed)
+    return Diagnosis(target, run, ordered(found), failed)
+
+
+def observations(run: Run) -> list[tuple[str, Callable]]:
+    return [("watching a step", lambda: run.watched), ("profiling a step", lambda: run.profile)]
+
+
+def attempt(check: Check, run: Run, failed: dict[str, str]) -> list[Finding]:
+    try:
+        return list(check.find(run))
+    except Exception as e:
+        failed[check.name] = f"{type(e).__name__}: {str(e).splitlines()[0] if str(e) else 'no message'}"
+        return []
+
+
+def ordered(findings: list[Finding]) -> list[Finding]:
+    """Wrong results first, then by what a finding costs."""
+    return sorted(findings, key=lambda f: (not f.wrong, -(f.cost_ms or 0.0)))
+
+
+def slowest(run: Run) -> str:
+    """One sentence: the slowest part of the step, and what bounds it."""
+    with contextlib.suppress(Exception):
+        return slowest_part(run)
+    return "The step could not be profiled."
+
+
+def apply(diagnosis: Diagnosis) -> list[Finding]:
+    """Do every fix that is mechanical, to the live target. Those that were done."""
+    done = []
+    for finding in diagnosis.findings:
+        if finding.apply is not None:
+            finding.apply(diagnosis.target)
+            done.append(finding)
+    return done

@@ -1,0 +1,188 @@
+"""What the doctor looks at: a model and a batch, however they are given, made into a step that can be run again."""
+
+import contextlib
+import importlib.util
+import inspect
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from whet import models
+from whet.choices import current
+from whet.machine import this_machine
+
+KINDS = ("train", "forward", "decode")
+MEANS = "a built-in model (tiny-llama:tiny), file.py:function returning model and batch, or a script (file.py)"
+
+
+class CannotRun(Exception):
+    """What was given cannot be run; the message says why, in one line."""
+
+
+@dataclass
+class Target:
+    """A step that can be run again: kind "train" is forward, backward and, with an optimizer, its step.
+
+    model, args, kwargs   model(*args, **kwargs) is one forward
+    loss_of               the loss in what the model returns, or None where there is none
+    loader                an iterable of batches, where the input pipeline is to be watched too
+    step_with             replaces the step altogether: a decode step, or one of the user's own
+    notes                 what could not be done as asked, and what is done instead
+    script                what a script did while it ran: its first losses and clock readings (see script.py)
+    """
+
+    name: str
+    model: nn.Module
+    args: tuple = ()
+    kwargs: dict = field(default_factory=dict)
+    kind: str = "train"
+    optimizer: torch.optim.Optimizer | None = None
+    loader: Any = None
+    step_with: Callable[[], Any] | None = None
+    notes: list[str] = field(default_factory=list)
+    script: Any = None
+
+    @property
+    def device(self) -> str:
+        tensors = [*self.model.parameters(), *(t for t in (*self.args, *self.kwargs.values()) if isinstance(t, torch.Tensor))]
+        return tensors[0].device.type if tensors else "cpu"
+
+    def forward(self):
+        return self.model(*self.args, **self.kwargs)
+
+    def step(self) -> torch.Tensor | None:
+        """One step of this kind; the loss where there is one."""
+        if self.step_with is not None:
+            return loss_of(self.step_with())
+        if self.kind != "train":
+            with torch.no_grad():
+                self.forward()
+            return None
+        for p in self.model.parameters():
+            p.grad = None
+        loss = loss_of(self.forward())
+        if loss is None:
+            raise CannotRun(f"{self.name}: the model returned no loss")
+        loss.backward()
+        if self.optimizer is not None:
+            self.optimizer.step()
+        return loss.detach()
+
+
+def loss_of(out) -> torch.Tensor | None:
+    """A scalar that can be differentiated: what was returned, its `loss`, its entry "loss", or its first element."""
+    if isinstance(out, Mapping):
+        out = out.get("loss")
+    elif not isinstance(out, torch.Tensor) and getattr(out, "loss", None) is not None:
+        out = out.loss
+    elif isinstance(out, (tuple, list)) and out:
+        out = out[0]
+    return out if isinstance(out, torch.Tensor) and out.dim() == 0 and out.is_floating_point() else None
+
+
+def as_inputs(batch) -> tuple[tuple, dict]:
+    """A batch as the arguments of a forward: a mapping by name, a tuple in order, anything else alone."""
+    if isinstance(batch, Mapping):
+        return (), dict(batch)
+    return (tuple(batch), {}) if isinstance(batch, (tuple, list)) else ((batch,), {})
+
+
+def resolve(text: str, kind: str | None = None, device: str | None = None) -> Target:
+    """A Target from what a user types. Scripts are run by script.py, which makes its own."""
+    device = device or this_machine().device
+    path, _, function = text.partition(":")
+    if path.endswith(".py"):
+        if not function:
+            raise CannotRun(f"{text}: a script is run, not resolved")
+        return of_function(Path(path), function, kind, device)
+    try:
+        model, size = models.find(text)
+    except ValueError as e:
+        raise CannotRun(f"{e}; a target is {MEANS}") from None
+    config = model.sizes[size]
+    module = model.build(config, model.tuned, current()).to(device)
+    return target_of(f"{model.name}:{size}", (module, model.batch(config, device)), kind)
+
+
+def load(path: Path):
+    """The module in a file, run as `import` would."""
+    if not path.exists():
+        raise CannotRun(f"{path} does not exist; a target is {MEANS}")
+    spec = importlib.util.spec_from_file_location(path.stem, path)
+    assert spec and spec.loader
+    module = importlib.util.module_from_spec(spec)
+    with at_home(path):
+        spec.loader.exec_module(module)
+    return module
+
+
+@contextlib.contextmanager
+def at_home(path: Path):
+    """A file's own folder is where its imports are looked for first, as when it is run."""
+    import sys
+
+    sys.path.insert(0, str(path.resolve().parent))
+    try:
+        yield
+    finally:
+        sys.path.remove(str(path.resolve().parent))
+
+
+def of_function(path: Path, function: str, kind: str | None, device: str) -> Target:
+    try:
+        made = getattr(load(path), function, None)
+    except CannotRun:
+        raise
+    except Exception as e:
+        raise CannotRun(f"{path}: importing it raised {type(e).__name__}: {e}") from e
+    if made is None:
+        raise CannotRun(f"{path} has no function {function!r}")
+    try:
+        given = made(**({"device": device} if "device" in inspect.signature(made).parameters else {}))
+    except Exception as e:
+        raise CannotRun(f"{path}:{function} raised {type(e).__name__}: {e}") from e
+    return target_of(f"{path.name}:{function}", given, kind)
+
+
+def target_of(name: str, given, kind: str | None = None) -> Target:
+    """A Target of what a user's function returned: (model, batch), (model, batch, optimizer), a dict of these, or a Target."""
+    if isinstance(given, Target):
+        return given
+    if isinstance(given, Mapping):
+        known = {"model", "batch", "optimizer", "loader", "step"}
+        if unknown := set(given) - known:
+            raise CannotRun(f"{name}: returned {sorted(unknown)}; a dict may have {sorted(known)}")
+        parts = dict(given)
+    elif isinstance(given, (tuple, list)) and 2 <= len(given) <= 3:
+        parts = dict(zip(("model", "batch", "optimizer"), given))
+    else:
+        raise CannotRun(f"{name}: must return model and batch, got {type(given).__name__}")
+    if not isinstance(parts.get("model"), nn.Module):
+        raise CannotRun(f"{name}: the model must be an nn.Module, got {type(parts.get('model')).__name__}")
+    args, kwargs = as_inputs(parts.get("batch", ()))
+    target = Target(
+        name, parts["model"], args, kwargs, kind or "train", parts.get("optimizer"), parts.get("loader"), parts.get("step")
+    )
+    return settled(target, asked=kind)
+
+
+def settled(target: Target, asked: str | None) -> Target:
+    """The kind made certain by running one forward: without a loss there is nothing to train."""
+    if target.step_with is not None or target.kind != "train":
+        return target
+    try:
+        loss = loss_of(target.forward())
+    except torch.OutOfMemoryError as e:
+        raise CannotRun(f"{target.name}: out of memory in the forward: {str(e).splitlines()[0]}") from e
+    except Exception as e:
+        raise CannotRun(f"{target.name}: the forward raised {type(e).__name__}: {e}") from e
+    if loss is None or not loss.requires_grad:
+        if asked == "train":
+            raise CannotRun(f"{target.name}: the model returned no loss to train on: a scalar, .loss or ['loss']")
+        target.kind = "forward"
+        target.notes.append("the model returned no loss, so only its forward is looked at")
+    return target

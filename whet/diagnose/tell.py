@@ -1,0 +1,170 @@
+"""What a profile says, as plain data: each module's time, roofline and bound, and the sentence that names the slowest part."""
+
+import collections
+import re
+from dataclasses import dataclass
+
+from whet.diagnose.run import Run
+from whet.diagnose.watch import SYNCS, Event
+
+IDLE = 0.25  # share of a step that a GPU idles before its launches, not its kernels, are what the step waits for
+PARTS = {"forward_ms": "forward", "backward_ms": "backward", "optimizer_ms": "optimizer"}
+
+
+def pattern(path: str) -> str:
+    """'blocks.3.attn' -> 'blocks.*.attn': layers of one kind are told as one."""
+    return re.sub(r"(?<=\.)\d+(?=\.|$)|^\d+(?=\.|$)", "*", path)
+
+
+@dataclass
+class Group:
+    """Modules of one kind: their own work, that of modules inside them not counted."""
+
+    path: str
+    count: int = 0
+    forward_ms: float = 0.0
+    backward_ms: float = 0.0
+    optimizer_ms: float = 0.0
+    host_ms: float = 0.0
+    launches: int = 0
+    kept_mib: float = 0.0
+    flops: int = 0
+    bytes: int = 0
+    floor_ms: float = 0.0
+    compute_ms: float = 0.0  # of the floor, what the flops alone take
+    syncs: int = 0
+
+    @property
+    def ms(self) -> float:
+        return self.forward_ms + self.backward_ms + self.optimizer_ms
+
+    @property
+    def of_roofline(self) -> float | None:
+        return min(1.0, self.floor_ms / self.ms) if self.ms and self.floor_ms else None
+
+    def bound(self, idle_share: float, gpu: bool) -> str:
+        if gpu and self.syncs and idle_share > IDLE:
+            return "sync"
+        if gpu and idle_share > IDLE and self.host_ms > self.ms:
+            return "launch"
+        return "compute" if self.compute_ms > 0.5 * self.floor_ms else "memory"
+
+
+def floor_of(run: Run, e: Event) -> tuple[float, float]:
+    """(least ms, of that the flops') for one op."""
+    if e.view:
+        return 0.0, 0.0
+    dtype = e.inputs[0].dtype if e.inputs else e.outputs[0].dtype if e.outputs else None
+    if dtype is None:
+        return 0.0, 0.0
+    compute = run.floor_ms(0, e.flops, dtype) if e.flops else 0.0
+    return max(run.floor_ms(e.bytes), compute), compute
+
+
+def groups(run: Run, fold: bool = True) -> list[Group]:
+    """Every kind of module with its own time and its floor, the longest first."""
+    found: dict[str, Group] = {}
+    name = pattern if fold else str
+
+    def of(path: str) -> Group:
+        return found.setdefault(name(path), Group(name(path)))
+
+    for path, row in run.profile.rows.items():
+        g = of(path)
+        g.count += 1
+        g.forward_ms += row.forward_us / 1e3
+        g.backward_ms += row.backward_us / 1e3
+        g.optimizer_ms += row.optimizer_us / 1e3
+        g.host_ms += row.host_us / 1e3
+        g.launches += row.launches
+    for e in run.watched.events:
+        g = of("optimizer" if e.phase == "optimizer" else e.module)
+        floor, compute = floor_of(run, e)
+        g.floor_ms += floor
+        g.compute_ms += compute
+        g.flops += e.flops
+        g.bytes += e.bytes
+        g.syncs += e.op in SYNCS
+    for path, kept in run.watched.kept.items():
+        of(path).kept_mib += kept / 2**20
+    return sorted(found.values(), key=lambda g: -g.ms)
+
+
+def overview(run: Run) -> dict:
+    """The run as records hold it: the step, its modules, kernels and memory."""
+    p = run.profile
+    modules = [
+        {
+            "path": g.path, "count": g.count, "forward_ms": g.forward_ms, "backward_ms": g.backward_ms,
+            "optimizer_ms": g.optimizer_ms, "share": g.ms / p.step.ms, "launches": g.launches, "kept_mib": g.kept_mib,
+            "flops": g.flops, "bytes": g.bytes, "floor_ms": g.floor_ms, "of_roofline": g.of_roofline,
+            "bound": g.bound(p.idle_share, run.gpu),
+        }
+        for g in groups(run) if g.ms
+    ]
+    return {
+        "step": p.step.as_dict(), "busy_ms": p.busy_us / 1e3, "idle_ms": p.idle_us / 1e3, "launches": p.launches,
+        "syncs": p.syncs, "device": p.device, "loss": run.watched.loss, "modules": modules,
+        "kernels": [{"name": name, "ms": us / 1e3, "count": count} for name, us, count in p.top(12)],
+        "ceilings": {"copy_gbs": run.ceilings.copy_gbs, "tflops": dict(run.ceilings.tflops)},
+    }
+
+
+def where(path: str, count: int) -> str:
+    named = path or "the model's own code, outside its modules"
+    return f"{named} ({count} of them)" if count > 1 else named
+
+
+def slowest_part(run: Run) -> str:
+    """What is the slowest part, and why, in one sentence."""
+    p, worst = run.profile, groups(run)[0]
+    step = f"{p.step.ms:.{0 if p.step.ms >= 100 else 1 if p.step.ms >= 10 else 2}f} ms step"
+    share = 100 * worst.ms / p.step.ms
+    part = max(PARTS, key=lambda k: getattr(worst, k))
+    told = f"{where(worst.path, worst.count)}, {share:.0f}% of the {step}, most of it in the {PARTS[part]}"
+    if run.gpu and p.idle_share > IDLE and not getattr(run.target.script, "replays", 0):
+        median = sorted(k.us for k in p.kernels)[p.launches // 2] if p.kernels else 0.0
+        why = "waits for the GPU" if p.syncs > 2 else "launches them one by one"
+        return (
+            f"The slowest part is the host: the GPU is idle for {100 * p.idle_share:.0f}% of the {step} while the host {why} "
+            f"({p.launches} kernels, {median:.1f} us each at the median); of the GPU's own work the most is in {told}."
+        )
+    bound = worst.bound(p.idle_share, run.gpu)
+    of = "" if worst.of_roofline is None or not run.gpu else f", at {100 * worst.of_roofline:.0f}% of its roofline"
+    return f"The slowest part is {told}: it is bound by {bound}{of}."
+
+
+def per_layer(run: Run) -> list[dict]:
+    """For a decoder: the work inside one layer by what it does, over all layers; ms, share, launches."""
+    kinds: dict[str, list] = collections.defaultdict(lambda: [0.0, 0])
+    for k in run.profile.kernels:
+        label = role(k.module, k.op)
+        kinds[label][0] += k.us / 1e3
+        kinds[label][1] += 1
+    total = sum(ms for ms, _ in kinds.values()) or 1.0
+    rows = [{"part": part, "ms": ms, "share": ms / total, "launches": n} for part, (ms, n) in kinds.items()]
+    return sorted(rows, key=lambda r: ROLES.index(r["part"]))
+
+
+ROLES = (
+    "norm", "qkv", "qk norm", "rope", "attention", "output projection", "residual", "gate and up", "activation", "down", "head",
+    "embedding", "cache", "other",
+)
+NAMED = (  # (in the module's path, in the op): the first that fits
+    ("qk norm", r"(q_norm|k_norm)$", ""), ("norm", r"norm|ln_\d|ln_f", ""), ("qkv", r"(q_proj|k_proj|v_proj|qkv|c_attn)$", ""),
+    ("output projection", r"(o_proj|out_proj|attn\.c_proj|\.o)$", ""),
+    ("gate and up", r"(gate_proj|up_proj|gate_up|c_fc)$", ""), ("down", r"(down_proj|\.down|mlp\.c_proj)$", ""),
+    ("activation", r"(act|act_fn|mlp|swiglu)[^.]*$", ""),
+    ("head", r"(lm_head|head)$", ""), ("embedding", r"(embed|wte|wpe|embed_tokens)$", ""), ("rope", r"rotary", ""),
+    ("cache", r"attn|attention", r"cat|copy_|index_copy|slice_scatter"),
+    ("attention", r"attn|attention", r"scaled_dot_product|softmax|bmm|flash|attention"),
+    ("rope", r"attn|attention", r"mul|neg|sin|cos|add|cat"), ("residual", r"(layers|blocks|h)\.\d+$", r"add"),
+)
+
+
+def role(module: str, op: str) -> str:
+    """Which part of a decoder layer a kernel belongs to, by the module it ran in and the op that launched it."""
+    for label, path, name in NAMED:
+        if re.search(path, module) and (not name or re.search(name, op)):
+            return label
+    return "other"

@@ -1,0 +1,88 @@
+"""Records read back, and the pieces that tables in markdown are made of."""
+
+import json
+import re
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+
+from whet.op import Call, discover
+from whet.report.tables import best
+
+MODES = ("graph", "eager")
+Records = dict[str, dict]  # file name -> record
+
+
+def read(root: Path, kind: str) -> Records:
+    """The records of one kind, oldest first."""
+    found = {}
+    for path in (root / "records").glob(f"{kind}-*.json"):
+        try:
+            found[path.name] = json.loads(path.read_text())
+            missing = {"machine", "commit", "at", "measured"} - set(found[path.name])
+        except (ValueError, TypeError) as e:
+            raise ValueError(f"records/{path.name} cannot be read: {e}") from None
+        if missing:
+            raise ValueError(f"records/{path.name} has no {', '.join(sorted(missing))}: it is not a record")
+        if found[path.name]["machine"]["device"] != "cuda":
+            raise ValueError(f"records/{path.name} was made without a GPU, so it feeds no table; name it cpu-*")
+    return dict(sorted(found.items(), key=lambda item: (item[1]["at"], item[0])))
+
+
+def grid(head: Sequence[str], rows: Iterable[Sequence[str]], text: int = 1) -> str:
+    """A markdown table; the first `text` columns are words, the rest figures, set to the right."""
+    rule = ["---" if i < text else "---:" for i in range(len(head))]
+    return "\n".join(f"| {' | '.join(cell.replace('|', chr(92) + '|') for cell in row)} |" for row in (head, rule, *rows))
+
+
+def absent(kind: str) -> str:
+    return f"Not measured yet: there is no `records/{kind}-*.json`."
+
+
+def versions(m: dict) -> str:
+    return f"torch {m['torch']}, triton {m['triton']}, whet {m['whet']}, Python {m['python']}"
+
+
+def source(records: Records) -> str:
+    """The line under every table: which file, which commit, which machine."""
+    places: dict[str, list[str]] = {}
+    for name, r in records.items():
+        commit = re.sub(r"^([0-9a-f]{12})[0-9a-f]{28}", r"\1", r["commit"])
+        place = f"{r['machine']['name']}, {versions(r['machine'])}"
+        places.setdefault(place, []).append(f"`records/{name}` (commit `{commit}`, {r['at'][:10]})")
+    return "\n".join(f"Source: {', '.join(files)}; {place}." for place, files in places.items())
+
+
+def by_machine(records: Records) -> list[Records]:
+    """Figures of different machines or versions never share a table."""
+    groups: dict[str, Records] = {}
+    for name, r in records.items():
+        groups.setdefault(r["machine"]["key"], {})[name] = r
+    return list(groups.values())
+
+
+def merged(records: Records) -> list[tuple[str, dict]]:
+    """(file, entry) of every call and mode; of several records of one call the newest counts."""
+    entries: dict[tuple[str, str], tuple[str, dict]] = {}
+    for name, r in records.items():
+        for e in r["measured"]["entries"]:
+            entries[Call(**e["call"]).key, e["mode"]] = (name, e)
+    return list(entries.values())
+
+
+def shape(e: dict) -> str:
+    """The op's own name for the shape, else its sizes."""
+    case, op = e["call"]["case"], discover().get(e["call"]["op"])
+    names = [name for name, c in op.shapes.items() if c == case] if op else []
+    return names[0] if names else " ".join(f"{k}={v}" for k, v in case.items())
+
+
+def order(e: dict) -> tuple:
+    op = discover().get(e["call"]["op"])
+    names = list(op.shapes) if op else []
+    name = shape(e)
+    return e["call"]["op"], names.index(name) if name in names else len(names), name, MODES.index(e["mode"])
+
+
+def times(e: dict) -> dict[str, float]:
+    """{impl: ms}, of its tiles the best."""
+    return {impl: ms for impl, name in best(e).items() if (ms := e["candidates"][name].get("ms"))}

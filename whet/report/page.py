@@ -1,0 +1,385 @@
+"""A record -> one HTML page that needs no network and no script: what `whet doctor --html` and `whet optimize --html` write.
+
+page(record) takes what report.record.make gives and shows the sections that it finds figures for. Here figures become text;
+page.html.j2 holds the words and the looks.
+"""
+
+import functools
+import re
+from collections.abc import Sequence
+from pathlib import Path
+
+import jinja2
+
+from whet.report import tables
+from whet.report.cells import aligned, breakable, number, share, shown, table, text
+from whet.report.roofline import Point, plot
+
+MANY = 12  # modules above which those of one kind share a row
+SHOWN = 16  # rows of bars before the rest is folded away
+POINTS = 14  # in the roofline: more labels than that cover one another
+NAME = 64  # letters of a kernel's name before it is folded away: C++ names run to hundreds
+FASTEST = "fastest of the verified"  # the usual reason, said once above the table
+OUTSIDE = "(outside any module)"
+PHASES = ("forward", "backward", "optimizer")
+KINDS = {"train": "one training step", "forward": "one forward pass", "decode": "one decoded token"}
+SECTIONS = {
+    "checked": ("findings", "Findings"), "applied": ("applied", "Applied"),
+    "breakdown": ("breakdown", "Breakdown"), "parts": ("parts", "Inside a layer"),
+    "roofline": ("roofline", "Roofline"), "kernels": ("kernels", "Kernels"), "plans": ("plans", "Plans"),
+    "choices": ("choices", "Kernel choices"), "memory": ("memory", "Memory"), "whatif": ("whatif", "Fusing"),
+    "undone": ("undone", "Notes"),
+}
+WHOLE = ("peak", "total", "reserved")  # of memory: these hold the owners, and are none
+
+
+def page(made: dict) -> str:
+    """The record as a page. Whatever it does not hold is left out."""
+    return template().render(view(made))
+
+
+@functools.cache
+def template() -> jinja2.Template:
+    loader = jinja2.FileSystemLoader(Path(__file__).parent)
+    env = jinja2.Environment(
+        loader=loader, autoescape=True, trim_blocks=True, lstrip_blocks=True, undefined=jinja2.StrictUndefined
+    )
+    return env.get_template("page.html.j2")
+
+
+def view(made: dict) -> dict:
+    """Every section as plain text and geometry; a section without figures is empty."""
+    m = made.get("measured") if isinstance(made.get("measured"), dict) else {}
+    m, entries = m or {}, (m or {}).get("entries") or []
+    step, rows = number((m.get("step") or {}).get("ms")), [module(r) for r in m.get("modules") or []]
+    kinds = grouped(rows)
+    points = module_points(kinds) or entry_points(entries)
+    found = {
+        **head(made, m), "findings": [finding(f, step) for f in m.get("findings") or []], "checked": "findings" in m,
+        "applied": applied(m),
+        "breakdown": breakdown(m, rows, kinds, step), "modules": module_table(rows, step), "roofline": roofline(points, m),
+        "parts": parts(m), "kernels": kernels(m, step), "choices": choices(entries), "candidates": candidates(entries),
+        "plans": plans(m), "memory": memory(m), "whatif": whatif(m),
+        "failed": m.get("failed") or {}, "notes": notes(m, entries),
+    }
+    found["undone"] = found["failed"] or found["notes"]
+    return found | {"sections": [link for key, link in SECTIONS.items() if found[key]]}
+
+
+def head(made: dict, m: dict) -> dict:
+    command = made.get("command") or "whet"
+    target = m.get("target") or command
+    sentence = m.get("sentence") or (outcome(m) if m.get("plans") else "")
+    words = command.split()
+    name = " ".join(words[:2]) if words[0] == "whet" else words[0]
+    return {
+        "title": f"{name}: {target}", "name": name, "target": breakable(target), "kind": KINDS.get(m.get("kind") or "", ""),
+        "sentence": breakable(sentence), "stats": stats(m), "machine": machine(made.get("machine") or {}), "command": command,
+        "commit": made.get("commit") or m.get("commit") or "unknown", "at": made.get("at") or "",
+    }
+
+
+def outcome(m: dict) -> str:
+    """What came of it, for a record that has plans."""
+    chosen = chosen_plan(m)
+    after, before = number(chosen.get("ms")), number(chosen.get("before_ms"))
+    if after is None or before is None:
+        return "No plan is faster than the model as it stands." + (f" A step takes {text(after)} ms." if after else "")
+    tie = " (a tie: the simpler is kept)" if m.get("tied") else ""
+    times = f"{before / after:.2f} times as fast"
+    return f"{times}: a step takes {text(after)} ms, was {text(before)} ms, with {chosen['name']}{tie}."
+
+
+def chosen_plan(m: dict) -> dict:
+    return next((p for p in m.get("plans") or [] if p.get("name") == m.get("chosen")), {})
+
+
+def stats(m: dict) -> list[tuple[str, str, str]]:
+    """(what, figure with unit, what else there is to say of it)."""
+    step, plan = m.get("step") or {}, chosen_plan(m)
+    timed = step if step.get("ms") else plan
+    whole, busy, idle = number(timed.get("ms")), number(m.get("busy_ms")), number(m.get("idle_ms"))
+    found = []
+    if whole is not None:
+        low, high, n = number(timed.get("low")), number(timed.get("high")), timed.get("samples")
+        spread = f"{text(low)} to {text(high)}" if low is not None and high is not None else ""
+        found.append(("step", f"{text(whole)} ms", ", ".join([spread] * bool(spread) + [f"{n} samples"] * bool(n))))
+    if busy is not None:
+        found.append(("busy", f"{text(busy)} ms", f"{share(busy, whole)} of the step"))
+    if idle is not None:
+        found.append(("idle", f"{text(idle)} ms", f"{share(idle, whole)} of the step"))
+    gpu_only = [("syncs", "syncs", "the host waits for the GPU")] if work(m) == "kernels" else []
+    for key, name, rest in (("launches", work(m), "run in a step"), *gpu_only):
+        found += [(name, f"{m[key]:,}", rest)] if number(m.get(key)) is not None else []
+    found += [("tokens/s", shown(m["tokens_per_s"], ",.0f"), "decoded")] if number(m.get("tokens_per_s")) else []
+    if plan and number(m.get("speedup")):
+        found.append(("speed-up", f"{m['speedup']:.2f}x", "of the plain eager step beside it"))
+    if number(plan.get("peak_mb")):
+        found.append(("peak memory", f"{plan['peak_mb']:,.0f} MB", "of the chosen plan"))
+    return found
+
+
+def work(m: dict) -> str:
+    """What a step is made of: a CPU launches no kernels."""
+    return "ops" if m.get("device") == "cpu" else "kernels"
+
+
+def machine(m: dict) -> list[str]:
+    if not m:
+        return []
+    gpu, cc = m.get("device") == "cuda", m.get("capability")
+    told = [m.get("name"), f"compute capability {cc[0]}.{cc[1]}" if cc else ""]
+    told += [f"{m['sms']} {'SMs' if gpu else 'cores'}" if m.get("sms") else ""]
+    told += [f"{m['memory_gib']} GiB" if m.get("memory_gib") else ""]
+    told += [f"{k} {m[k.lower()]}" for k in ("torch", "triton", "whet", "Python") if m.get(k.lower())]
+    return [str(t) for t in told if t]
+
+
+def finding(f: dict, step: float | None) -> dict:
+    cost, gain = number(f.get("cost_ms")), number(f.get("gain_ms"))
+    how = "measured here" if f.get("measured") else "worked out from counts"
+    return {
+        "check": (f.get("check") or "").replace("_", " "), "cause": breakable(f.get("cause") or ""),
+        "evidence": [breakable(str(e)) for e in f.get("evidence") or []], "fix": breakable(f.get("fix") or ""),
+        "wrong": bool(f.get("wrong")), "applies": bool(f.get("applies")),
+        "cost": of_step(cost, step), "gain": of_step(gain, step),
+        "how": how if cost is not None or gain is not None else "",
+        "module": breakable(f.get("module") or ""), "line": breakable(str(f.get("line") or "")),
+    }
+
+
+def of_step(ms: float | None, step: float | None) -> str:
+    """'1.40 ms, 12% of the step'; nothing where there is no time."""
+    return "" if ms is None else f"{text(ms)} ms, {share(ms, step)} of the step" if step else f"{text(ms)} ms"
+
+
+def applied(m: dict) -> dict | None:
+    """The fixes that were done to the live model, and the step before and after them."""
+    done = m.get("applied")
+    if not done:
+        return None
+    before, after = number(done.get("before_ms")), number(done.get("after_ms"))
+    told = f"The step: {text(before)} ms before, {text(after)} ms after." if None not in (before, after) else ""
+    return {"fixes": done.get("fixes") or [], "told": told, "left": done.get("left") or []}
+
+
+def module(r: dict) -> dict:
+    """A module of the record with its whole time; figures that it lacks are None."""
+    known = {p: number(r.get(f"{p}_ms")) for p in PHASES}
+    keys = ("launches", "kept_mib", "flops", "bytes", "floor_ms", "of_roofline")
+    return {
+        "path": str(r.get("path") or ""), "count": r.get("count") or 1, **known, **{k: number(r.get(k)) for k in keys},
+        "ms": sum(v or 0.0 for v in known.values()), "bound": r.get("bound") or "", "members": [],
+    }
+
+
+def named(r: dict) -> str:
+    return r["path"] or OUTSIDE
+
+
+def grouped(rows: list[dict]) -> list[dict]:
+    """The longest first; where there are many, modules whose paths differ in a number alone are one row with its members."""
+    kinds: dict[str, list[dict]] = {}
+    for r in rows:
+        path = re.sub(r"(?<![^.])\d+(?![^.])", "*", r["path"]) if len(rows) > MANY else r["path"]
+        kinds.setdefault(path, []).append(r)
+    return sorted((together(path, of) for path, of in kinds.items()), key=lambda r: -r["ms"])
+
+
+def together(path: str, of: list[dict]) -> dict:
+    if len(of) == 1:
+        return of[0]
+    keys = (*PHASES, "ms", "count", "launches", "kept_mib", "flops", "bytes", "floor_ms")
+    total = {k: sum(r[k] or 0 for r in of) for k in keys}
+    bound = max(of, key=lambda r: r["ms"])["bound"]
+    reached = min(1.0, total["floor_ms"] / total["ms"]) if total["ms"] and total["floor_ms"] else None
+    return total | {"path": path, "bound": bound, "of_roofline": reached, "members": of}
+
+
+def breakdown(m: dict, rows: list[dict], kinds: list[dict], step: float | None) -> dict | None:
+    """Stacked bars, idle time as one of its own; the phases' sums where the rows do not count each other's work."""
+    idle = number(m.get("idle_ms"))
+    if not kinds:
+        return None
+    busy = number(m.get("busy_ms")) or sum(r["ms"] for r in kinds)
+    sums = {p: sum(r[p] or 0.0 for r in kinds) for p in PHASES}
+    told = [f"{p} {text(v)} ms" for p, v in sums.items() if v] if sum(sums.values()) <= 1.02 * busy else []
+    longest = max([r["ms"] for r in kinds] + [idle or 0.0]) or 1.0
+    column = aligned([*(r["ms"] for r in kinds), idle or 0.0])
+    gap = None if idle is None else {"ms": column[-1], "share": share(idle, step), "width": round(100 * idle / longest, 2)}
+    bars = all_bars(kinds, longest, step, [idle or 0.0])
+    return {
+        "bars": bars[:SHOWN], "rest": bars[SHOWN:], "phases": [p for p, v in sums.items() if v], "sums": ", ".join(told),
+        "wide": max(len(named(r)) + (6 if r["count"] > 1 else 2) for r in kinds), "grouped": any(r["count"] > 1 for r in kinds),
+        "rest_ms": text(sum(r["ms"] for r in kinds[SHOWN:])),
+        "idle": gap, "idle_is": "no kernel runs" if m.get("device") != "cpu" else "between ops, in Python",
+    }
+
+
+def all_bars(rows: list[dict], longest: float, step: float | None, others: Sequence[float] = ()) -> list[dict]:
+    """others: figures that stand in the same column."""
+    return [bar(r, longest, step, ms) for r, ms in zip(rows, aligned([*(r["ms"] for r in rows), *others]))]
+
+
+def bar(r: dict, longest: float, step: float | None, ms: str) -> dict:
+    widths = [(p, round(100 * (r[p] or 0.0) / longest, 2), text(r[p])) for p in PHASES if r[p]]
+    most = max((o["ms"] for o in r["members"]), default=0.0) or 1.0
+    return {
+        "name": breakable(named(r)), "count": r["count"], "ms": ms, "share": share(r["ms"], step) if step else "",
+        "widths": widths, "told": ", ".join(f"{p} {ms} ms" for p, _, ms in widths), "longest": text(most),
+        "members": all_bars(sorted(r["members"], key=lambda o: -o["ms"]), most, step),
+    }
+
+
+def module_table(rows: list[dict], step: float | None) -> dict | None:
+    def line(r: dict) -> list:
+        name = named(r) + (f" ({r['count']} of them)" if r["count"] > 1 else "")
+        size = [None if r[k] is None else r[k] / 1e9 for k in ("flops", "bytes")]
+        return [
+            name, *(r[p] for p in PHASES), r["ms"], share(r["ms"], step), shown(r["launches"], ",.0f"), shown(r["kept_mib"]),
+            *size, r["floor_ms"], share(r["of_roofline"], 1.0), r["bound"],
+        ]
+
+    columns = "module|#forward ms|#backward ms|#optimizer ms|#all ms|#of step|#launched|#kept MiB|#GFLOP|#GB moved|#floor ms"
+    return table(f"{columns}|#of roofline|bound by", [line(r) for r in rows], codes=["module"])
+
+
+def module_points(kinds: list[dict]) -> list[Point]:
+    return [
+        Point(named(r) + (f" x{r['count']}" if r["count"] > 1 else ""), r["ms"], r["flops"] / r["bytes"],
+              r["flops"] / r["ms"] / 1e9, r["of_roofline"], r["bound"])
+        for r in kinds if r["ms"] and r["flops"] and r["bytes"]
+    ]
+
+
+def entry_points(entries: list[dict]) -> list[Point]:
+    """Calls, each once: as the GPU alone runs them where that was timed."""
+    found = {}
+    for e in sorted(entries, key=lambda e: e.get("mode") == "graph"):
+        timed = number(e.get("ms"))
+        if timed and e.get("flops") and e.get("bytes") and e.get("floor_ms"):
+            found[tables.entry_id(e)] = Point(
+                tables.entry_id(e), timed, e["flops"] / e["bytes"], e["flops"] / timed / 1e9, e["floor_ms"] / timed, e["bound"])
+    return sorted(found.values(), key=lambda p: -p.ms)
+
+
+def roofline(points: list[Point], m: dict) -> dict | None:
+    """Drawn twice, for a wide page and for a phone, with one table as their key."""
+    ceilings, shown = m.get("ceilings") or {}, points[:POINTS]
+    wide, narrow = plot(shown, ceilings, 1000, 480, True), plot(shown, ceilings, 330, 340, False)
+    if wide is None:
+        return None
+    rows = [
+        [str(i), p.name, p.ms, text(p.intensity), text(p.tflops), share(p.share, 1.0), p.bound]
+        for i, p in enumerate(shown, 1)
+    ]
+    key = table("#no.|part|#ms|#flops per byte|#TFLOP/s|#of roofline|bound by", rows, codes=["part"])
+    bounds = list(dict.fromkeys(p.bound for p in shown))
+    return {"plots": [("wide", wide), ("narrow", narrow)], "key": key, "left_out": len(points) - len(shown), "bounds": bounds}
+
+
+def parts(m: dict) -> dict | None:
+    rows = [[r.get("part") or "", number(r.get("ms")), share(number(r.get("share")), 1.0), r.get("launches") or 0]
+            for r in m.get("layers") or []]
+    return table(f"part|#ms|#of the work|#{work(m)}", rows)
+
+
+def kernels(m: dict, step: float | None) -> dict | None:
+    found = [(str(k.get("name") or ""), number(k.get("ms")), k.get("count") or 0) for k in m.get("kernels") or []]
+    rows = [[name, ms, share(ms, step), count, 1e3 * ms / count if ms and count else None] for name, ms, count in found]
+    made = table(f"{work(m)[:-1]}|#ms|#of step|#times|#us each", rows)
+    for row in made["rows"] if made else []:
+        name, *rest = row["cells"]
+        short = re.sub(r"^void |\bat::native::(\(anonymous namespace\)::)?", "", name)
+        row["cells"] = [breakable(short if len(short) <= NAME else short[:NAME] + "…"), *rest]
+        row["whole"] = breakable(name) if len(short) > NAME else ""
+    return made
+
+
+def plans(m: dict) -> dict | None:
+    def line(p: dict) -> list:
+        timed, chosen = number(p.get("ms")), p.get("name") == m.get("chosen")
+        note = "chosen" + (" (tie: the simpler)" if m.get("tied") else "") if chosen else p.get("why") or ""
+        return [
+            p.get("name") or "", timed, spread(p), shown(p.get("samples_per_s"), ",.0f"),
+            shown(p.get("speedup") if timed else None, ".2f", "x"), shown(p.get("peak_mb"), ",.0f"), budget(p), note,
+        ]
+
+    found = m.get("plans") or []
+    columns = "plan|#step ms|#± spread ms|#samples/s|#speed-up|#peak MB|#error / budget|note"
+    return table(columns, [line(p) for p in found], [p.get("name") == m.get("chosen") for p in found])
+
+
+def spread(item: dict) -> float | None:
+    return tables.spread(item) if all(number(item.get(k)) is not None for k in ("ms", "low", "high", "samples")) else None
+
+
+def budget(c: dict) -> str:
+    return shown(c.get("share"), ".2f", " *" if c.get("proved") else "")
+
+
+def choices(entries: list[dict]) -> dict | None:
+    """One row a call and mode: what was chosen, and what came next to it."""
+    rows = []
+    for e in entries:
+        chosen, rival = e.get("chosen") or "", e.get("rival") or ""
+        c, other = e["candidates"].get(chosen, {}), e["candidates"].get(rival, {})
+        timed = number(c.get("ms"))
+        times = [shown(e.get(k), ".2f", "x") for k in ("vs_rival", "vs_eager")]
+        floor, why = number(e.get("floor_ms")), e.get("why") or ""
+        rows.append([
+            f"{tables.entry_id(e)} (x{e.get('count', 1)})", e.get("mode") or "", chosen or "none", timed, spread(c),
+            rival or "-", number(other.get("ms")), *times, share(floor, timed), e.get("bound") or "", budget(c),
+            "" if why == FASTEST else why,
+        ])
+    columns = "call|mode|chosen|#ms|#± spread ms|rival|#rival ms|#vs rival|#vs eager|#of roofline|bound by|#error / budget|note"
+    return table(columns, rows, codes=["call"])
+
+
+def candidates(entries: list[dict]) -> dict | None:
+    """Every verified impl of every call, of its tiles the best."""
+    rows, marked = [], []
+    for e in entries:
+        for name in tables.best(e).values():
+            c = e["candidates"][name]
+            rows.append([
+                tables.entry_id(e), e.get("mode") or "", name, number(c.get("ms")), spread(c), budget(c),
+                shown(c.get("peak_mib")), shown(c.get("host_us"), ",.0f"), tables.note(e, name),
+            ])
+            marked.append(name == e.get("chosen"))
+    columns = "call|mode|impl|#ms|#± spread ms|#error / budget|#extra MiB|#host us|note"
+    return table(columns, rows, marked, ["call"])
+
+
+def memory(m: dict) -> dict | None:
+    held = {str(k): v for k, value in (m.get("memory") or {}).items() if (v := number(value))}
+    whole = {k: held.pop(k) for k in WHOLE if k in held}
+    if not held:
+        return None
+    largest, total = max(held.values()), sum(held.values())
+    bars = [
+        {"name": breakable(k), "mib": shown(v / 2**20), "share": share(v, total),
+         "width": round(100 * v / largest, 2)}
+        for k, v in sorted(held.items(), key=lambda item: -item[1])
+    ]
+    wide = max(map(len, held)) + 2
+    return {"bars": bars, "wide": wide, "total": shown(total / 2**20), "whole": {k: shown(v / 2**20) for k, v in whole.items()}}
+
+
+def whatif(m: dict) -> dict | None:
+    found = m.get("whatif") or []
+    keys = ("now_ms", "fused_ms", "gain_ms", "step_ms_after", "realised_ms")
+    rows = [
+        [" + ".join(w.get("chain") or []), w.get("module") or OUTSIDE, w.get("phase") or "-", w.get("count") or 1,
+         *(number(w.get(k)) for k in keys), w.get("realised_by") or "-"]
+        for w in found
+    ]
+    columns = "ops fused|module|phase|#times|#now ms|#fused ms|#gain ms|#step after ms|#gain realised ms|realised by"
+    return table(columns, rows, codes=["ops fused", "module", "realised by"])
+
+
+def notes(m: dict, entries: list[dict]) -> list[str]:
+    found = [str(n) for n in m.get("notes") or []] + [str(n) for n in [m.get("note")] if n]
+    found += ["The run was stopped early: only what was timed by then is shown."] * bool(m.get("stopped"))
+    found += ["The plans are those of the lock, measured at an earlier time."] * bool(m.get("from_lock"))
+    return [*found, *(f"* {line}" for line in tables.proved(entries)), *tables.left_out(entries)]

@@ -1,0 +1,58 @@
+"""What every command shares: the console, the progress bar, how results and errors are told."""
+
+import contextlib
+import json
+import sys
+from collections.abc import Callable, Iterator
+from typing import Annotated
+
+import typer
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+
+from whet.report import record
+
+# Nothing printed is markup: a reason such as "rope[triton]: ..." or a path must come out as it is.
+console = Console(width=None if sys.stdout.isatty() else 160, highlight=False, markup=False, emoji=False)
+
+Json = Annotated[bool, typer.Option("--json", help="Print JSON instead of tables (default off).")]
+Shapes = Annotated[
+    list[str] | None,
+    typer.Option("--shapes", help="Part of a shape's name, or sizes and options, M=4096,N=384; repeatable (default: all)."),
+]
+Records = Annotated[str, typer.Option("--records", metavar="DIR", help="Folder the record is written to.")]
+
+
+@contextlib.contextmanager
+def progress_bar(show: bool) -> Iterator[Callable[[str, int, int], None]]:
+    """A bar on a terminal, nothing elsewhere."""
+    if not (show and console.is_terminal):
+        yield lambda text, done, total: None
+        return
+    columns = (TextColumn("{task.description:<36}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
+    with Progress(*columns, console=console, transient=True) as bar:
+        task = bar.add_task("starting", total=None)
+        yield lambda text, done, total: bar.update(task, description=text, completed=done, total=total)
+
+
+def emit(made: dict, as_json: bool, folder: str, name: str, show: Callable[[], None]) -> None:
+    path = record.write(made, folder, name)
+    if as_json:
+        typer.echo(json.dumps(made, indent=1))
+        return
+    show()
+    if path:
+        console.print(f"record: {path}")
+
+
+@contextlib.contextmanager
+def plain_errors(kept: str) -> Iterator[None]:
+    """What a user did wrong is one line, exit code 2; a stopped run says what it kept, exit code 130."""
+    try:
+        yield
+    except ValueError as e:
+        typer.echo(f"whet: {e}", err=True)
+        raise typer.Exit(2) from None
+    except KeyboardInterrupt:
+        typer.echo(f"whet: stopped; {kept}", err=True)
+        raise typer.Exit(130) from None
