@@ -7,8 +7,10 @@ from torch import nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from whet.diagnose.checks import copies, custom_matmul
+from whet.diagnose.profile import Kernel, Profile
 from whet.diagnose.run import Run
 from whet.diagnose.target import target_of
+from whet.measure import Timing
 
 
 class Around(nn.Module):
@@ -155,3 +157,13 @@ def test_arguments_are_made_again_in_the_order_of_the_schema():
     event = next(e for e in Run(target).watched.events if e.custom)
     x, w = custom_matmul.arguments(event, "cpu")
     assert (x.shape, w.shape) == ((2, 4, 32), (32, 32))
+
+
+def test_copies_inside_other_ops_do_not_hide_what_the_users_copies_take():
+    """As on a GPU where an op copies again what it is handed: six copy kernels for three copies of the user's."""
+    run = Run(copies.CHECK.planted(), seconds=0.01)
+    asked = [e for e in run.watched.events if e.phase == "forward" and e.op == "aten::clone" and e.module == "layers.0"]
+    kernels = [Kernel("copy", 4.0, "forward", "layers.0", "aten::copy_")] * (2 * len(asked))
+    run.__dict__["profile"] = Profile(Timing(1.0, 1.0, 1.0, 9), kernels, {}, 0, "cuda")
+    assert asked and set(copies.measured_us(run, "layers.0").values()) == {4.0}
+    assert copies.all_copies_ms(run, "layers.*") == 8.0 * len(asked) / 1e3

@@ -188,7 +188,7 @@ def test_an_impl_has_one_line_with_the_best_of_its_tiles(capsys, monkeypatch):
     made = {"call": call, "mode": "graph", "count": 1, "chosen": "triton@a", "rival": "torch", "vs_rival": 4.0}
     made |= {"candidates": candidates, "floor_ms": 0.5, "bound": "compute", "flops": 6e11}
     screen = io.StringIO()
-    monkeypatch.setattr(whet.terminal, "console", Console(file=screen, width=200, markup=False))
+    monkeypatch.setattr(whet.cli, "console", Console(file=screen, width=200, markup=False))
     whet.cli.show_calls([made])
     text = re.sub(r"[ │]+", " ", screen.getvalue())
     assert "triton@a 1.000 0.0100 50% compute, 600 TFLOP/s 0.50 * - - chosen, 4.00x torch, best of 3 tiles" in text

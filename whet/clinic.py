@@ -20,7 +20,7 @@ from whet.terminal import Json, Records, console, emit, progress_bar
 
 Where = Annotated[str, typer.Argument(metavar="TARGET", help=f"{MEANS[0].upper()}{MEANS[1:]}.")]
 Train = Annotated[bool, typer.Option("--train", help="Look at a training step (default where the model returns a loss).")]
-Decode = Annotated[bool, typer.Option("--decode", help="Look at the step that makes one token, at batch 1.")]
+Decode = Annotated[bool, typer.Option("--decode", help="Look at the step that makes one token, at batch 1 (default off).")]
 Seconds = Annotated[float, typer.Option(min=0.0, help="Measuring time for the step, seconds.")]
 Html = Annotated[str | None, typer.Option(metavar="FILE", help="Also write one self-contained page (default: none).")]
 Args = Annotated[str, typer.Option("--args", help="Arguments for a script, in one string (default: none).")]

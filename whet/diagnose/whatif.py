@@ -141,8 +141,9 @@ def signatures() -> dict[tuple[str, ...], str]:
 
 def named(chain: Chain) -> str:
     """The whet op whose formula this chain is, or which its ops contain: "" where there is none."""
+    given = tuple(op for op in chain.ops if op != "_to_copy")  # a change of precision inside is no other formula
     for ops, name in sorted(signatures().items(), key=lambda item: -len(item[0])):
-        if len(ops) > 1 and any(chain.ops[i : i + len(ops)] == ops for i in range(len(chain.ops) - len(ops) + 1)):
+        if len(ops) > 1 and any(given[i : i + len(ops)] == ops for i in range(len(given) - len(ops) + 1)):
             return name
     return ""
 

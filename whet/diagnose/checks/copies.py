@@ -157,11 +157,21 @@ def taken_transposed(copy: Copy) -> bool:
 
 
 def measured_us(run: Run, module: str) -> dict[int, float]:
-    """Event index -> measured time of the module's copies, where the profile has as many of them as the watched step."""
+    """Event index -> measured time of the module's copies: one by one where the profile has as many as the watched step.
+
+    Else their mean: kernels copy what they cannot take as it lies, and no op shows those.
+    """
     asked = [e for e in run.watched.events if e.phase == "forward" and e.module == module and not e.view]
     asked = [e for e in asked if e.op in (*COPIERS, "aten::copy_")]
     ran = [k.us for k in run.profile.kernels if k.phase == "forward" and k.module == module and k.op == "aten::copy_"]
-    return {e.index: us for e, us in zip(asked, ran)} if len(asked) == len(ran) else {}
+    if len(asked) == len(ran):
+        return {e.index: us for e, us in zip(asked, ran)}
+    return {e.index: sum(ran) / len(ran) for e in asked} if ran else {}
+
+
+def all_copies_ms(run: Run, module: str) -> float:
+    """Every copy kernel in modules of this kind, the backward's and those inside other ops too."""
+    return sum(k.us for k in run.profile.kernels if k.op == "aten::copy_" and pattern(k.module) == module) / 1e3
 
 
 def cost(run: Run, group: list[Copy]) -> tuple[float, bool]:
@@ -207,6 +217,8 @@ def told(run: Run, kind: str, module: str, group: list[Copy], ms: float, measure
         f"{size:.1f} MB read and written, {100 * share:.0f}% of what the forward moves; {took}",
         *([f"read by {', '.join(list(readers)[:3])}"] if readers else []),
     ]
+    if run.gpu and (whole := all_copies_ms(run, module)) > 1.5 * ms:
+        evidence.append(f"all copies there, in the backward and inside other ops too: {whole:.3g} ms{run.share(whole)}")
     if back := sums_back(run, group):
         evidence.append(f"the backward sums the repeated gradients: {back / 1e6:.1f} MB more, not counted in the cost")
     count = "1 copy" if len(group) == 1 else f"{len(group)} copies"
