@@ -7,6 +7,7 @@ from torch.utils.checkpoint import checkpoint
 
 import whet.ops
 from whet.op import discover
+from whet.ops.attention import hybrid, launch
 from whet.verify import evaluate, judge, upstream, verify, widen
 
 OP = discover()["attention"]
@@ -39,6 +40,17 @@ def test_refuses_what_cudnns_backward_does_not_do(change, words):
     assert words in OP.impls[NAME].refuses(**OP.inputs(dtype, "meta", **case))
 
 
+@pytest.mark.parametrize("deterministic", [True, False])
+def test_the_backward_is_ours_where_algorithms_must_be_deterministic(deterministic, monkeypatch):
+    """torch's own selection keeps cuDNN away then; the op that is called here does not."""
+    monkeypatch.setattr(torch, "are_deterministic_algorithms_enabled", lambda: deterministic)
+    monkeypatch.setattr(launch, "launch_backward", lambda *_: "ours")
+    monkeypatch.setattr(hybrid, "backward", lambda *_, **__: "cuDNN's")
+    x = torch.empty(1, 1, 64, 16)
+    given = (x, None, x, x, x, x, x[..., 0], 1.0, 0, -1, -1, "")
+    assert launch.launch_hybrid(*given) == ("ours" if deterministic else "cuDNN's")
+
+
 @CASE
 def test_takes_plain_and_causal_calls_from_the_first_key_on(case):
     assert OP.impls[NAME].refuses(**OP.inputs(torch.bfloat16, "meta", **case)) is None
@@ -49,6 +61,34 @@ def test_needs_a_gpu_and_says_so():
     q = torch.randn(1, 2, 64, 32, dtype=torch.bfloat16)
     with pytest.raises(ValueError, match=r"attention\[triton_cudnn_bwd\]: needs a GPU with cuDNN"):
         whet.ops.attention(q, q, q, impl=NAME)
+
+
+@pytest.mark.parametrize("cut", ["misaligned", "expanded", "transposed"])
+@pytest.mark.parametrize("kept", ["as the forward made it", "contiguous"])
+@pytest.mark.parametrize("layout", ["contiguous", "bshd", "sliced"])
+def test_cudnn_gets_o_and_do_as_q_lies_and_aligned(layout, kept, cut, monkeypatch):
+    """Its plan is kept for the strides of q, k and v alone, and it takes tensors to start at multiples of 16 bytes."""
+    seen = []
+
+    def cudnn(do, q, k, v, o, lse, *_, scale):
+        seen.append((do, q, o, lse))
+        return torch.empty_like(q), torch.empty_like(k), torch.empty_like(v)
+
+    monkeypatch.setattr(torch.ops.aten, "_scaled_dot_product_cudnn_attention_backward", cudnn)
+    args = OP.inputs(torch.bfloat16, "cpu", B=2, H=4, KV=2, Lq=6, Lk=10, D=16, layout=layout)
+    q, k, v = (args[n] for n in "qkv")
+    o = torch.randn_like(q)
+    o = o.contiguous() if kept == "contiguous" else o
+    if cut == "misaligned":
+        do = torch.empty(o.numel() + 1, dtype=o.dtype)[1:].as_strided(o.shape, o.stride(), 1).normal_()
+    else:
+        do = torch.randn(1).to(o).expand(o.shape) if cut == "expanded" else torch.randn_like(o.mT.contiguous()).mT
+    grads = hybrid.backward(do, q, k, v, o, torch.zeros(o.shape[:3]), 1.0, causal=False)
+    [(got_do, got_q, got_o, lse)] = seen
+    assert got_q is q and lse.shape == (*o.shape[:3], 1)
+    for got, given in ((got_do, do), (got_o, o)):
+        assert got.stride() == torch.empty_like(q).stride() and got.data_ptr() % 16 == 0 and torch.equal(got, given)
+    assert [g.stride() for g in grads] == [torch.empty_like(x).stride() for x in (q, k, v)]
 
 
 def judged(actual, args):

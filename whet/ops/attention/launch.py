@@ -111,8 +111,13 @@ def launch_fused(do, dlse, q, k, v, o, lse, scale, offset, left, right, tile):
 
 
 def launch_hybrid(do, dlse, q, k, v, o, lse, scale, offset, left, right, tile):
-    """cuDNN takes no gradient of the log-sum-exp: with one, and without one of the output, the backward is ours."""
-    if do is None or dlse is not None:
+    """cuDNN takes no gradient of the log-sum-exp: with one, and without one of the output, the backward is ours.
+
+    So it is under torch.use_deterministic_algorithms: cuDNN's sums in no fixed order, and this op of torch's does not refuse;
+    and where the user has switched cuDNN's attention off.
+    """
+    wanted = torch.backends.cuda.cudnn_sdp_enabled() and not torch.are_deterministic_algorithms_enabled()
+    if do is None or dlse is not None or not wanted:
         return launch_backward(do, dlse, q, k, v, o, lse, scale, offset, left, right, tile)
     return hybrid.backward(do, q, k, v, o, lse, scale, causal=right == 0)
 
@@ -226,8 +231,8 @@ LIMITS = (
 IMPLS = {
     "triton": Impl(
         runner(TWO_PASS, "triton", refuses), refuses, needs="triton", tiles=tiles, limits=("precision='fp8'", *LIMITS),
-        spills="float32, whose products take three times the operands; head size 256; and a few bytes outside the loop where "
-        "a tile is held to 168 registers",
+        spills="float32, whose products take three times the operands; head size 256; and a few bytes where a tile is held to "
+        "168 registers",
     ),
     "triton_fused_bwd": Impl(
         runner(ONE_PASS, "triton_fused_bwd", fused_refuses), fused_refuses, needs="triton",
