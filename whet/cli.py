@@ -10,6 +10,7 @@ from collections.abc import Callable
 from dataclasses import asdict
 from typing import Annotated
 
+import torch
 import typer
 
 import whet.ops  # noqa: F401  (fills the registry)
@@ -191,8 +192,8 @@ def bench(
 def takes(call: Call, impl: str) -> bool:
     """Whether an impl takes a shape; raises for a name that is none."""
     op = discover()[call.op]
-    args = op.inputs(dtype=DTYPES[call.dtype], device=machine.this_machine().device, **call.case)
-    return op.impl(impl).refuses(**args) is None
+    device = "cuda" if torch.cuda.is_available() else "meta"
+    return op.impl(impl).refuses(**op.inputs(dtype=DTYPES[call.dtype], device=device, **call.case)) is None
 
 
 @app.command("counters")

@@ -2,6 +2,7 @@
 
 import contextlib
 import os
+import shlex
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -13,7 +14,7 @@ from whet import exercise
 from whet.diagnose import doctor as clinic
 from whet.diagnose import memory, tell, whatif
 from whet.diagnose.run import Run
-from whet.diagnose.target import MEANS, CannotRun
+from whet.diagnose.target import MEANS, CannotRun, Target, raised
 from whet.report import findings, record
 from whet.report.exercises import exercises_table
 from whet.terminal import Json, Records, console, emit, progress_bar
@@ -76,7 +77,7 @@ def doctor(
     """
     with could_run():
         with progress_bar(not as_json) as progress, quiet_profiler():
-            opened = clinic.open_target(target, kind_of(train, decode), args.split())
+            opened = clinic.open_target(target, kind_of(train, decode), shlex.split(args))
             found = clinic.diagnose(opened, progress, seconds)
             result = found.as_dict() | details(found.run)
             if apply:
@@ -89,7 +90,7 @@ def doctor(
         emit(made, as_json, records, " ".join(["doctor", Path(target).name, *kind]), lambda: findings.show(console, result))
         if html and not as_json:
             console.print(f"page: {html}")
-    raise typer.Exit(1 if result["findings"] else 0)
+    raise typer.Exit(1 if result["findings"] else 2 if found.blind else 0)
 
 
 def details(run: Run) -> dict:
@@ -125,6 +126,14 @@ def write_page(path: str, made: dict) -> None:
         raise ValueError(f"--html: {path} cannot be written ({e.strerror})") from None
 
 
+def write_trace(path: str, run: Run) -> None:
+    try:
+        Path(path).touch()  # the profiler says nothing of a file that it cannot write
+    except OSError as e:
+        raise ValueError(f"--trace: {path} cannot be written ({e.strerror})") from None
+    run.profile.trace.export_chrome_trace(path)  # type: ignore[attr-defined]
+
+
 def profile(
     target: Where,
     train: Train = False,
@@ -141,21 +150,32 @@ def profile(
     """
     with could_run():
         with progress_bar(not as_json) as progress, quiet_profiler():
-            opened = clinic.open_target(target, kind_of(train, decode), args.split())
-            run = Run(opened, seconds)
-            for i, (text, observe) in enumerate(clinic.observations(run)):
-                progress(text, i, 2)
-                observe()
+            opened = clinic.open_target(target, kind_of(train, decode), shlex.split(args))
+            run = seen(opened, seconds, progress)
             told = {"target": opened.name, "kind": opened.kind, "notes": opened.notes, "sentence": tell.slowest_part(run)}
             result = told | tell.overview(run) | details(run)
             if trace:
-                run.profile.trace.export_chrome_trace(trace)  # type: ignore[attr-defined]
+                write_trace(trace, run)
         made = record.make(f"whet profile {target}", result)
         kind = [opened.kind] if decode or train else []
         name = " ".join(["profile", Path(target).name, *kind])
         emit(made, as_json, records, name, lambda: findings.show_profile(console, result))
         if trace and not as_json:
             console.print(f"trace: {trace} (open it in Perfetto)")
+
+
+def seen(target: Target, seconds: float, progress) -> Run:
+    """Every observation made; the first that cannot be ends the command."""
+    run = Run(target, seconds)
+    for i, (text, observe) in enumerate(clinic.observations(run)):
+        progress(text, i, 2)
+        try:
+            observe()
+        except CannotRun:
+            raise
+        except (Exception, SystemExit) as e:
+            raise CannotRun(f"{target.name}: {text}: {raised(e)}") from e
+    return run
 
 
 def exercise_command(

@@ -5,7 +5,7 @@ from dataclasses import replace
 
 import torch
 
-from whet.diagnose.target import CannotRun, Target
+from whet.diagnose.target import CannotRun, Target, raised
 
 PROMPT = 16  # tokens in the cache before the first step that is looked at
 
@@ -25,9 +25,12 @@ def as_decode(target: Target) -> Target:
         raise CannotRun(f"{target.name}: the batch has no input_ids to begin from")
     ids = ids[:1, :PROMPT]
     model = target.model.eval()
-    with torch.no_grad():
-        out = model(input_ids=ids, use_cache=True)
-    state = {"past": out.past_key_values, "token": out.logits[:, -1:].argmax(-1)}
+    try:
+        with torch.no_grad():
+            out = model(input_ids=ids, use_cache=True)
+        state = {"past": out.past_key_values, "token": out.logits[:, -1:].argmax(-1)}
+    except Exception as e:
+        raise CannotRun(f"{target.name}: the prompt's forward raised {raised(e)}") from e
 
     def step():
         with torch.no_grad():

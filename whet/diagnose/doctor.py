@@ -11,7 +11,7 @@ from whet.diagnose.checks import discover
 from whet.diagnose.decode import as_decode
 from whet.diagnose.run import Check, Finding, Run
 from whet.diagnose.script import run_script
-from whet.diagnose.target import CannotRun, Target, resolve
+from whet.diagnose.target import CannotRun, Target, raised, resolve, unmoved
 from whet.diagnose.tell import overview, slowest_part
 
 Progress = Callable[[str, int, int], None]
@@ -25,6 +25,11 @@ class Diagnosis:
     failed: dict[str, str] = field(default_factory=dict)  # check or observation -> why it could not be made
 
     @property
+    def blind(self) -> bool:
+        """Whether the step itself could not be seen: that nothing was found says little."""
+        return any(text in self.failed for text, _ in observations(self.run))
+
+    @property
     def sentence(self) -> str:
         """What is the slowest part, and why."""
         wrong = [f for f in self.findings if f.wrong]
@@ -35,13 +40,19 @@ class Diagnosis:
         return {
             "target": self.target.name, "kind": self.target.kind, "sentence": self.sentence, "notes": self.target.notes,
             "findings": [f.as_dict() for f in self.findings], "failed": self.failed,
+            "blind": self.blind,
         } | ({} if self.failed else overview(self.run))
 
 
 def open_target(text: str, kind: str | None = None, argv: list[str] | None = None) -> Target:
     """A built-in model, file.py:function, or a script, which is run."""
     if text.endswith(".py"):
-        return run_script(Path(text), argv)
+        if kind == "decode":
+            raise CannotRun(f"{text}: --decode is for a model (file.py:function), not for a script")
+        made = run_script(Path(text), argv)
+        if kind == "train" and made.kind != "train":
+            raise CannotRun(f"{text}: --train, but the script trains no model that it calls")
+        return made
     target = resolve(text, "train" if kind == "train" else None)
     if kind == "decode":
         return as_decode(target)
@@ -51,7 +62,12 @@ def open_target(text: str, kind: str | None = None, argv: list[str] | None = Non
 def diagnose(target: Target, progress: Progress = lambda text, done, total: None, seconds: float = 1.0,
              only: tuple[str, ...] = ()) -> Diagnosis:
     """Every check that fits the target. A check that raises is reported, and the others go on."""
-    run, found, failed = Run(target, seconds), [], {}
+    with unmoved(target.model):
+        return looked_over(Run(target, seconds), progress, only)
+
+
+def looked_over(run: Run, progress: Progress, only: tuple[str, ...]) -> Diagnosis:
+    target, found, failed = run.target, [], {}
     steps = observations(run)
     checks = [c for c in discover().values() if target.kind in c.kinds and (not c.gpu or run.gpu)]
     checks = [c for c in checks if not only or c.name in only]
@@ -64,8 +80,8 @@ def diagnose(target: Target, progress: Progress = lambda text, done, total: None
             raise
         except torch.OutOfMemoryError as e:
             failed[text] = f"out of memory: {str(e).splitlines()[0]}"
-        except Exception as e:
-            failed[text] = f"{type(e).__name__}: {e}"
+        except (Exception, SystemExit) as e:
+            failed[text] = raised(e)
     if len(failed) == len(steps):
         raise CannotRun(f"{target.name}: {next(iter(failed.values()))}")
     for i, check in enumerate(checks):
@@ -81,8 +97,8 @@ def observations(run: Run) -> list[tuple[str, Callable]]:
 def attempt(check: Check, run: Run, failed: dict[str, str]) -> list[Finding]:
     try:
         return list(check.find(run))
-    except Exception as e:
-        failed[check.name] = f"{type(e).__name__}: {str(e).splitlines()[0] if str(e) else 'no message'}"
+    except (Exception, SystemExit) as e:
+        failed[check.name] = raised(e)
         return []
 
 

@@ -252,7 +252,7 @@ def trace(target: Target, names: list[str], nudge: bool) -> Trace:
             stack.callback(named[name].register_post_accumulate_grad_hook(lambda p, name=name: note(p, name)).remove)
         with torch.autograd.set_detect_anomaly(True, check_nan=False), modules():
             with flow:
-                loss = loss_of(target.step_with() if target.step_with else target.forward())
+                loss = loss_of(target.step_with()) if target.step_with else target.loss(target.forward())
                 behind = flow.end(loss)
             if target.step_with is None and loss is not None and loss.requires_grad:
                 nodes = Nodes(loss, modules, by_id)

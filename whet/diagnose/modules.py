@@ -1,7 +1,9 @@
 """Which module is at work: forward by hooks on modules, backward by hooks on the autograd nodes that its forward made."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
+from dataclasses import is_dataclass
+from types import SimpleNamespace
 
 import torch
 from torch import nn
@@ -17,8 +19,11 @@ def tensors_in(value) -> Iterator[torch.Tensor]:
     elif isinstance(value, (tuple, list)):
         for v in value:
             yield from tensors_in(v)
-    elif isinstance(value, dict):
+    elif isinstance(value, Mapping):
         for v in value.values():
+            yield from tensors_in(v)
+    elif isinstance(value, SimpleNamespace) or is_dataclass(value) and hasattr(value, "__dict__"):
+        for v in () if isinstance(value, type) else vars(value).values():
             yield from tensors_in(v)
 
 
@@ -109,7 +114,7 @@ def watched_step(target, modules: Modules) -> torch.Tensor | None:
             out = target.forward()
         if target.kind != "train":
             return None
-        loss = loss_of(out)
+        loss = target.loss(out)
         if loss is None:
             raise CannotRun(f"{target.name}: the model returned no loss")
         with modules.during("backward"):

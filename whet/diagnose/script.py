@@ -19,7 +19,8 @@ import torch
 from torch import nn
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
-from whet.diagnose.target import CannotRun, Target, at_home
+from whet.diagnose.modules import tensors_in
+from whet.diagnose.target import CannotRun, Target, at_home, loss_of, raised
 from whet.measure import now
 
 CLOCKS = ("time", "perf_counter", "monotonic", "time_ns", "perf_counter_ns", "monotonic_ns")
@@ -48,14 +49,50 @@ class Script:
     printed: str = ""
 
 
+@dataclass
+class Call:
+    """A model called by the script itself: with what, in which modes, and the gradient that came back to what it returned."""
+
+    model: nn.Module
+    args: tuple
+    kwargs: dict
+    modes: list[tuple[nn.Module, bool]]
+    autocast: tuple[str, torch.dtype] | None
+    outside: bool  # the model returned no loss
+    grads: dict[int, torch.Tensor] = field(default_factory=dict)  # by the tensor's place in what was returned
+    loss: float = 0.0  # whose gradient it is
+
+    def around(self) -> contextlib.AbstractContextManager:
+        return contextlib.nullcontext() if self.autocast is None else torch.autocast(self.autocast[0], self.autocast[1])
+
+    def loss_with(self, out) -> torch.Tensor | None:
+        """A loss of the same value that hands the model the same gradient, for one that is computed outside the model."""
+        outs = list(tensors_in(out))
+        held = {i: g for i, g in self.grads.items() if i < len(outs) and outs[i].shape == g.shape and outs[i].requires_grad}
+        return LossOutside.apply(self.loss, tuple(held.values()), *(outs[i] for i in held)) if held else None
+
+
+class LossOutside(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, loss, grads, *outs):
+        ctx.grads = grads
+        return outs[0].new_full((), loss, dtype=torch.float32)
+
+    @staticmethod
+    def backward(ctx, *_):
+        return None, None, *ctx.grads
+
+
 class Watcher:
     def __init__(self, path: Path):
         self.script = Script(path)
         self.folder = str(path.resolve().parent)
-        self.model: nn.Module | None = None
-        self.inputs: tuple[tuple, dict] = ((), {})
-        self.optimizer: torch.optim.Optimizer | None = None
+        self.calls: list[Call] = []  # up to the first backward
+        self.first: Call | None = None
+        self.optimizers: dict[torch.optim.Optimizer, None] = {}
         self.depth = 0
+        self.loss = 0.0  # of the backward that is going on
+        self.scaled: tuple[Any, Any] = (None, None)  # what a GradScaler made last, and of what
 
     def reads(self, clock: Callable) -> Callable:
         def read(*args):
@@ -78,18 +115,45 @@ class Watcher:
                 torch.cuda.synchronize()
                 reading.missed_ms.append((now() - before) * 1e3)
 
-    def called(self, module, args, kwargs) -> None:
-        if self.model is None and any(True for _ in module.parameters()):
-            self.model, self.inputs = module, (args, dict(kwargs))
+    def called(self, module, args, kwargs, out) -> None:
+        """Of calls before the first backward the newest of each model is kept: an evaluation may come before the training."""
+        done = self.script.steps or any(c.grads for c in self.calls)
+        if done or not any(True for _ in module.parameters()):
+            return
+        device = next(module.parameters()).device.type
+        on = device in ("cpu", "cuda") and torch.is_autocast_enabled(device)
+        cast = (device, torch.get_autocast_dtype(device)) if on else None
+        call = Call(module, args, dict(kwargs), [(m, m.training) for m in module.modules()], cast, loss_of(out) is None)
+        self.first = self.first or call
+        outs = [(i, t) for i, t in enumerate(tensors_in(out)) if t.requires_grad and t.grad_fn is not None]
+        if outs:
+            self.calls = [*(c for c in self.calls if c.model is not module), call]
+        for i, t in outs:
+            t.register_hook(lambda g, i=i: self.returned(call, i, g))
+
+    def returned(self, call: Call, i: int, grad: torch.Tensor) -> None:
+        if i not in call.grads:
+            call.grads[i], call.loss = grad.detach().clone(), self.loss
 
     def backward(self, run: Callable) -> Callable:
         def backward(tensor, *args, **kwargs):
             self.script.steps += 1
-            if tensor.dim() == 0 and len(self.script.losses) < 3:
-                self.script.losses.append(float(tensor.detach()))
+            loss = self.scaled[1] if tensor is self.scaled[0] else tensor
+            if loss.dim() == 0 and len(self.script.losses) < 3:
+                self.loss = float(loss.detach())
+                self.script.losses.append(self.loss)
+            self.scaled = (None, None)
             return run(tensor, *args, **kwargs)
 
         return backward
+
+    def scales(self, run: Callable) -> Callable:
+        def scale(scaler, outputs):
+            made = run(scaler, outputs)
+            self.scaled = (made, outputs)
+            return made
+
+        return scale
 
     def replayed(self, run: Callable) -> Callable:
         def replay(graph):
@@ -99,19 +163,47 @@ class Watcher:
         return replay
 
     def stepped(self, optimizer, *_) -> None:
-        self.optimizer = self.optimizer or optimizer
+        self.optimizers.setdefault(optimizer)
+
+    def chosen(self) -> Call | None:
+        """The largest model that a gradient came back to; of a script that trains none, the first it called."""
+        trained = [c for c in self.calls if c.grads]
+        return max(trained, key=lambda c: sum(p.numel() for p in c.model.parameters()), default=self.first)
+
+    def target(self) -> Target | None:
+        call = self.chosen()
+        if call is None:
+            return None
+        for module, training in call.modes:
+            module.training = training
+        own = {id(p) for p in call.model.parameters()}
+        fits = [o for o in self.optimizers if any(id(p) in own for g in o.param_groups for p in g["params"])]
+        target = Target(
+            self.script.path.name, call.model, call.args, call.kwargs, "train" if call.grads else "forward",
+            fits[0] if fits else None, script=self.script, around=call.around, loss_with=call.loss_with,
+        )
+        others = [c for c in self.calls if c.grads and c is not call]
+        if others:
+            name = type(call.model).__name__
+            target.notes.append(f"the script trains {len(others) + 1} models; the largest, {name}, is looked at")
+        if call.grads and call.outside:
+            target.notes.append("the script makes its loss outside the model: that loss's gradient is used, its time left out")
+        if self.script.steps and not call.grads:
+            target.notes.append("no gradient of the script's came back to this model, so only its forward is looked at")
+        return target
 
     @contextlib.contextmanager
     def on(self) -> Iterator[None]:
         plain = {name: getattr(time, name) for name in CLOCKS}
         timer, backward = timeit.default_timer, torch.Tensor.backward
-        replay = torch.cuda.CUDAGraph.replay
-        hooks: list[Any] = [Calls(self.called), register_optimizer_step_pre_hook(self.stepped)]
+        replay, scale = torch.cuda.CUDAGraph.replay, torch.amp.GradScaler.scale
+        hooks: list[Any] = [Calls(self), register_optimizer_step_pre_hook(self.stepped)]
         for name, clock in plain.items():
             setattr(time, name, self.reads(clock))
         timeit.default_timer = self.reads(timer)
         torch.Tensor.backward = self.backward(backward)  # type: ignore[method-assign,assignment]
         torch.cuda.CUDAGraph.replay = self.replayed(replay)  # type: ignore[method-assign,assignment]
+        torch.amp.GradScaler.scale = self.scales(scale)  # type: ignore[method-assign,assignment]
         try:
             yield
         finally:
@@ -120,19 +212,27 @@ class Watcher:
             timeit.default_timer = timer
             torch.Tensor.backward = backward  # type: ignore[method-assign]
             torch.cuda.CUDAGraph.replay = replay  # type: ignore[method-assign]
+            torch.amp.GradScaler.scale = scale  # type: ignore[method-assign]
             for hook in hooks:
                 hook.remove()
 
 
 class Calls:
-    """A hook on every module's call that sees keyword arguments, which torch's global hook does not."""
+    """A hook on the calls of modules that no module makes. It sees keyword arguments, which torch's global hook does not."""
 
-    def __init__(self, called: Callable):
+    def __init__(self, watcher: Watcher):
         self.plain = plain = nn.Module.__call__
 
         def call(module, *args, **kwargs):
-            called(module, args, kwargs)
-            return plain(module, *args, **kwargs)
+            if torch.compiler.is_compiling() or watcher.depth:
+                return plain(module, *args, **kwargs)
+            watcher.depth += 1
+            try:
+                out = plain(module, *args, **kwargs)
+            finally:
+                watcher.depth -= 1
+            watcher.called(module, args, kwargs, out)
+            return out
 
         nn.Module.__call__ = call  # type: ignore[method-assign,assignment]
 
@@ -149,29 +249,48 @@ def run_script(path: Path, argv: list[str] | None = None) -> Target:
     """Run a script to its end, watched, and make a Target of the first model it called."""
     if not path.exists():
         raise CannotRun(f"{path} does not exist")
-    watcher, printed = Watcher(path), io.StringIO()
-    before, given = now(), sys.argv
+    watcher, printed, errors = Watcher(path), io.StringIO(), io.StringIO()
+    before, given, folder, grad = now(), sys.argv, os.getcwd(), torch.is_grad_enabled()
     sys.argv = [str(path), *(argv or [])]
     try:
-        with at_home(path), watcher.on(), contextlib.redirect_stdout(printed):
+        aside = contextlib.redirect_stdout(printed), contextlib.redirect_stderr(errors)
+        with at_home(path), watcher.on(), no_childs_output(), aside[0], aside[1]:
             runpy.run_path(str(path), run_name="__main__")
     except SystemExit as e:
         if e.code not in (0, None):
-            raise CannotRun(f"{path}: it stopped with exit code {e.code}: {last_line(printed)}") from None
+            code = f"exit code {e.code}: {last_line(errors, printed)}" if isinstance(e.code, int) else raised(e)
+            raise CannotRun(f"{path}: it stopped with {code}") from None
     except torch.OutOfMemoryError as e:
         raise CannotRun(f"{path}: out of memory: {str(e).splitlines()[0]}") from e
     except Exception as e:
-        raise CannotRun(f"{path}: it raised {type(e).__name__}: {e}") from e
+        raise CannotRun(f"{path}: it raised {raised(e)}") from e
     finally:
         sys.argv = given
+        os.chdir(folder)
+        torch.set_grad_enabled(grad)
     script = watcher.script
     script.seconds, script.printed = now() - before, printed.getvalue()
-    if watcher.model is None:
+    target = watcher.target()
+    if target is None:
         raise CannotRun(f"{path}: it called no nn.Module with parameters, so there is nothing to look at")
-    args, kwargs = watcher.inputs
-    kind = "train" if script.steps else "forward"
-    return Target(path.name, watcher.model, args, kwargs, kind, watcher.optimizer, script=script)
+    return target
 
 
-def last_line(printed: io.StringIO) -> str:
-    return next((line for line in reversed(printed.getvalue().splitlines()) if line.strip()), "it printed nothing")
+@contextlib.contextmanager
+def no_childs_output() -> Iterator[None]:
+    """What the script's child processes print would stand among this process's own output: it is dropped."""
+    sys.stdout.flush()
+    kept = os.dup(1)
+    with open(os.devnull, "wb") as nowhere:
+        os.dup2(nowhere.fileno(), 1)
+        try:
+            yield
+        finally:
+            os.dup2(kept, 1)
+            os.close(kept)
+
+
+def last_line(*printed: io.StringIO) -> str:
+    """The last that was said, errors before the rest."""
+    lines = [line for said in printed for line in reversed(said.getvalue().splitlines()) if line.strip()]
+    return lines[0] if lines else "it printed nothing"

@@ -3,6 +3,7 @@
 import contextlib
 import importlib.util
 import inspect
+import sys
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -15,12 +16,20 @@ from whet import models
 from whet.choices import current
 from whet.machine import this_machine
 
+LONG = 240  # characters of an error that are told
 KINDS = ("train", "forward", "decode")
 MEANS = "a built-in model (tiny-llama:tiny), file.py:function returning model and batch, or a script (file.py)"
 
 
 class CannotRun(Exception):
     """What was given cannot be run; the message says why, in one line."""
+
+
+def raised(e: BaseException) -> str:
+    """'ValueError: what it says', in one line, and that cut where it is long: torch lists every backend it has."""
+    said = next((line.strip() for line in str(e).splitlines() if line.strip()), "")
+    said = f"{said[:LONG]}..." if len(said) > LONG else said
+    return f"{type(e).__name__}: {said}" if said else type(e).__name__
 
 
 @dataclass
@@ -33,6 +42,8 @@ class Target:
     step_with             replaces the step altogether: a decode step, or one of the user's own
     notes                 what could not be done as asked, and what is done instead
     script                what a script did while it ran: its first losses and clock readings (see script.py)
+    around                a context that the forward is to run in: a script's autocast
+    loss_with             makes the loss of what the model returns, where that is done outside it
     """
 
     name: str
@@ -45,6 +56,8 @@ class Target:
     step_with: Callable[[], Any] | None = None
     notes: list[str] = field(default_factory=list)
     script: Any = None
+    around: Callable[[], contextlib.AbstractContextManager] = contextlib.nullcontext
+    loss_with: Callable[[Any], torch.Tensor | None] | None = None
 
     @property
     def device(self) -> str:
@@ -52,7 +65,13 @@ class Target:
         return tensors[0].device.type if tensors else "cpu"
 
     def forward(self):
-        return self.model(*self.args, **self.kwargs)
+        with self.around():
+            return self.model(*self.args, **self.kwargs)
+
+    def loss(self, out) -> torch.Tensor | None:
+        """The loss in what the model returned."""
+        found = loss_of(out)
+        return found if found is not None or self.loss_with is None else self.loss_with(out)
 
     def step(self) -> torch.Tensor | None:
         """One step of this kind; the loss where there is one."""
@@ -64,7 +83,7 @@ class Target:
             return None
         for p in self.model.parameters():
             p.grad = None
-        loss = loss_of(self.forward())
+        loss = self.loss(self.forward())
         if loss is None:
             raise CannotRun(f"{self.name}: the model returned no loss")
         loss.backward()
@@ -74,13 +93,13 @@ class Target:
 
 
 def loss_of(out) -> torch.Tensor | None:
-    """A scalar that can be differentiated: what was returned, its `loss`, its entry "loss", or its first element."""
+    """A scalar that can be differentiated: what was returned, its `loss`, its entry "loss", or the first in it."""
     if isinstance(out, Mapping):
         out = out.get("loss")
     elif not isinstance(out, torch.Tensor) and getattr(out, "loss", None) is not None:
         out = out.loss
     elif isinstance(out, (tuple, list)) and out:
-        out = out[0]
+        out = next((t for t in out if isinstance(t, torch.Tensor) and not t.dim() and t.is_floating_point()), None)
     return out if isinstance(out, torch.Tensor) and out.dim() == 0 and out.is_floating_point() else None
 
 
@@ -123,13 +142,13 @@ def load(path: Path):
 @contextlib.contextmanager
 def at_home(path: Path):
     """A file's own folder is where its imports are looked for first, as when it is run."""
-    import sys
-
-    sys.path.insert(0, str(path.resolve().parent))
+    home = str(path.resolve().parent)
+    sys.path.insert(0, home)
     try:
         yield
     finally:
-        sys.path.remove(str(path.resolve().parent))
+        with contextlib.suppress(ValueError):  # the file may have changed the list
+            sys.path.remove(home)
 
 
 def of_function(path: Path, function: str, kind: str | None, device: str) -> Target:
@@ -137,14 +156,14 @@ def of_function(path: Path, function: str, kind: str | None, device: str) -> Tar
         made = getattr(load(path), function, None)
     except CannotRun:
         raise
-    except Exception as e:
-        raise CannotRun(f"{path}: importing it raised {type(e).__name__}: {e}") from e
+    except (Exception, SystemExit) as e:
+        raise CannotRun(f"{path}: importing it raised {raised(e)}") from e
     if made is None:
         raise CannotRun(f"{path} has no function {function!r}")
     try:
         given = made(**({"device": device} if "device" in inspect.signature(made).parameters else {}))
-    except Exception as e:
-        raise CannotRun(f"{path}:{function} raised {type(e).__name__}: {e}") from e
+    except (Exception, SystemExit) as e:
+        raise CannotRun(f"{path}:{function} raised {raised(e)}") from e
     return target_of(f"{path.name}:{function}", given, kind)
 
 
@@ -163,6 +182,10 @@ def target_of(name: str, given, kind: str | None = None) -> Target:
         raise CannotRun(f"{name}: must return model and batch, got {type(given).__name__}")
     if not isinstance(parts.get("model"), nn.Module):
         raise CannotRun(f"{name}: the model must be an nn.Module, got {type(parts.get('model')).__name__}")
+    if isinstance(parts.get("batch"), torch.utils.data.DataLoader):
+        parts["loader"] = parts.pop("batch")
+    if parts.get("batch") is None and parts.get("loader") is not None:
+        parts["batch"] = next(iter(parts["loader"]), ())
     args, kwargs = as_inputs(parts.get("batch", ()))
     target = Target(
         name, parts["model"], args, kwargs, kind or "train", parts.get("optimizer"), parts.get("loader"), parts.get("step")
@@ -170,19 +193,34 @@ def target_of(name: str, given, kind: str | None = None) -> Target:
     return settled(target, asked=kind)
 
 
+@contextlib.contextmanager
+def unmoved(model: nn.Module):
+    """A model's buffers and the random generators as they were: what is only looked at leaves no trace in them."""
+    before = [(b, b.detach().clone()) for b in model.buffers()]
+    with torch.random.fork_rng(range(torch.cuda.device_count()) if torch.cuda.is_initialized() else ()):
+        try:
+            yield
+        finally:
+            with torch.no_grad():
+                for buffer, b in before:
+                    buffer.copy_(b)
+
+
 def settled(target: Target, asked: str | None) -> Target:
     """The kind made certain by running one forward: without a loss there is nothing to train."""
     if target.step_with is not None or target.kind != "train":
         return target
     try:
-        loss = loss_of(target.forward())
+        with unmoved(target.model):
+            loss = loss_of(target.forward())
     except torch.OutOfMemoryError as e:
         raise CannotRun(f"{target.name}: out of memory in the forward: {str(e).splitlines()[0]}") from e
-    except Exception as e:
-        raise CannotRun(f"{target.name}: the forward raised {type(e).__name__}: {e}") from e
+    except (Exception, SystemExit) as e:
+        raise CannotRun(f"{target.name}: the forward raised {raised(e)}") from e
     if loss is None or not loss.requires_grad:
         if asked == "train":
             raise CannotRun(f"{target.name}: the model returned no loss to train on: a scalar, .loss or ['loss']")
         target.kind = "forward"
-        target.notes.append("the model returned no loss, so only its forward is looked at")
+        why = "returned no loss" if loss is None else "returned a loss that needs no gradient"
+        target.notes.append(f"the model {why}, so only its forward is looked at")
     return target

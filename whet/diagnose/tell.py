@@ -1,19 +1,34 @@
 """What a profile says, as plain data: each module's time, roofline and bound, and the sentence that names the slowest part."""
 
 import collections
+import math
 import re
 from dataclasses import dataclass
+
+from torch import nn
 
 from whet.diagnose.run import Run
 from whet.diagnose.watch import SYNCS, Event
 
 IDLE = 0.25  # share of a step that a GPU idles before its launches, not its kernels, are what the step waits for
+BETWEEN = 0.5  # share of a CPU's step outside any op, above which no module is its slowest part
 PARTS = {"forward_ms": "forward", "backward_ms": "backward", "optimizer_ms": "optimizer"}
 
 
 def pattern(path: str) -> str:
     """'blocks.3.attn' -> 'blocks.*.attn': layers of one kind are told as one."""
     return re.sub(r"(?<=\.)\d+(?=\.|$)|^\d+(?=\.|$)", "*", path)
+
+
+def folded(model: nn.Module) -> dict[str, str]:
+    """Each module's path with the number of a layer starred where its siblings are of its class: not so in most Sequentials."""
+    found = {"": ""}
+    for path, _ in model.named_modules():
+        above, _, name = path.rpartition(".")
+        siblings = {type(m) for m in model.get_submodule(above).children()} if path else set()
+        alike = name.isdecimal() and len(siblings) == 1
+        found[path] = ".".join(filter(None, (found.get(above, above), "*" if alike else name)))
+    return found
 
 
 @dataclass
@@ -64,10 +79,11 @@ def floor_of(run: Run, e: Event) -> tuple[float, float]:
 def groups(run: Run, fold: bool = True) -> list[Group]:
     """Every kind of module with its own time and its floor, the longest first."""
     found: dict[str, Group] = {}
-    name = pattern if fold else str
+    names = folded(run.target.model) if fold else {}
 
     def of(path: str) -> Group:
-        return found.setdefault(name(path), Group(name(path)))
+        name = names.get(path, path)
+        return found.setdefault(name, Group(name))
 
     for path, row in run.profile.rows.items():
         g = of(path)
@@ -104,14 +120,19 @@ def overview(run: Run) -> dict:
     ]
     return {
         "step": p.step.as_dict(), "busy_ms": p.busy_us / 1e3, "idle_ms": p.idle_us / 1e3, "launches": p.launches,
-        "syncs": p.syncs, "device": p.device, "loss": run.watched.loss, "modules": modules,
+        "syncs": p.syncs, "device": p.device, "loss": finite(run.watched.loss), "modules": modules,
         "kernels": [{"name": name, "ms": us / 1e3, "count": count} for name, us, count in p.top(12)],
         "ceilings": {"copy_gbs": run.ceilings.copy_gbs, "tflops": dict(run.ceilings.tflops)},
     }
 
 
+def finite(x: float | None) -> float | None:
+    """JSON knows neither NaN nor infinity."""
+    return x if x is not None and math.isfinite(x) else None
+
+
 def where(path: str, count: int) -> str:
-    named = path or "the model's own code, outside its modules"
+    named = f"module {path}" if path.isdecimal() else path or "the model's own code, outside its modules"
     return f"{named} ({count} of them)" if count > 1 else named
 
 
@@ -129,6 +150,9 @@ def slowest_part(run: Run) -> str:
             f"The slowest part is the host: the GPU is idle for {100 * p.idle_share:.0f}% of the {step} while the host {why} "
             f"({p.launches} kernels, {median:.1f} us each at the median); of the GPU's own work the most is in {told}."
         )
+    if not run.gpu and p.idle_share > BETWEEN:
+        between = f"between ops, in Python or waiting for a core, where {100 * p.idle_share:.0f}% of the {step} passes"
+        return f"The slowest part is what lies {between}; of the ops the most is in {told}."
     bound = worst.bound(p.idle_share, run.gpu)
     of = "" if worst.of_roofline is None or not run.gpu else f", at {100 * worst.of_roofline:.0f}% of its roofline"
     return f"The slowest part is {told}: it is bound by {bound}{of}."

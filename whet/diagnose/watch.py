@@ -202,7 +202,7 @@ def output_scales(model: torch.nn.Module, into: dict[str, tuple[float, float]]) 
 def watch(target: Target) -> Watched:
     """One step of the target, seen. Training state is as before but for gradients, which are cleared."""
     found = Watched()
-    with output_scales(target.model, found.outputs), torch.no_grad():
+    with restored(target), output_scales(target.model, found.outputs), torch.no_grad():
         if target.step_with is None:
             target.forward()
     modules = Modules(target.model)
@@ -222,6 +222,8 @@ def watch(target: Target) -> Watched:
 def state_of(grad: torch.Tensor | None) -> str:
     if grad is None:
         return "none"
+    if grad.is_sparse:
+        grad = grad.coalesce().values()
     if not torch.isfinite(grad).all():
         return "nan"
     return "ok" if grad.any() else "zero"

@@ -19,7 +19,8 @@ def show(console: Console, made: dict) -> None:
             console.print(f"     {line}")
         console.print(f"   fix: {f['fix']}{gain(f)}{'; --apply does it' if f['applies'] else ''}")
     if not made["findings"]:
-        console.print("A clean bill: no check found anything.")
+        clean = "A clean bill: no check found anything."
+        console.print("Not a clean bill: the step could not be seen whole." if made.get("blind") else clean)
     for name, why in made.get("failed", {}).items():
         console.print(f"not looked at: {name} ({why})")
     if applied := made.get("applied"):

@@ -8,7 +8,7 @@ from torch import nn
 
 from whet.diagnose.flow import FORMULALESS, STATES, Cut, Made, Trace, trace
 from whet.diagnose.run import Check, Finding, Run
-from whet.diagnose.target import Target, loss_of, target_of
+from whet.diagnose.target import Target, target_of
 from whet.diagnose.tell import pattern
 
 USUAL = (1.5, 3.0)  # backward over forward time of a whole graph: two products for each of the forward's
@@ -28,7 +28,7 @@ def suspects(run: Run) -> dict[str, str]:
         return dict.fromkeys(trained, "none")
     if target.step_with is None and trained and target.model.training:
         with torch.enable_grad():
-            loss = loss_of(target.forward())
+            loss = target.loss(target.forward())
         if loss is not None and not loss.requires_grad:  # a scalar that nothing can be learned from
             return dict.fromkeys(trained, "none")
     return {}
