@@ -6,6 +6,7 @@ from test_registered import Watch, fresh, kernel_of
 from torch.utils.checkpoint import checkpoint
 
 import whet.ops
+from whet.measure import Graph
 from whet.op import discover
 from whet.ops.attention import hybrid, launch
 from whet.verify import evaluate, judge, upstream, verify, widen
@@ -184,19 +185,13 @@ def test_a_graph_replays_with_new_values(case, device):
         o = run(**args)
         return {"output 0": o.detach()} | {f"grad {n}": g for n, g in zip("qkv", torch.autograd.grad(o, leaves, dout))}
 
-    side = torch.cuda.Stream()
-    side.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(side):
-        step()
-    torch.cuda.current_stream().wait_stream(side)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        captured = step()
+    graph = Graph(step, warm_up=1)
+    captured = graph.out
     with torch.no_grad():
         for t in captured.values():
             t.fill_(float("nan"))
         for leaf in leaves:
             leaf.copy_(torch.randn_like(leaf))
-    graph.replay()
+    graph()
     verdict = judged(captured, args)
     assert verdict.ok, verdict.why

@@ -1,7 +1,6 @@
 """The doctor's commands: doctor, profile, exercise."""
 
 import contextlib
-import os
 import shlex
 import sys
 from collections.abc import Callable, Iterator
@@ -12,8 +11,10 @@ import typer
 
 from whet import exercise
 from whet.diagnose import doctor as clinic
-from whet.diagnose import memory, tell, whatif
+from whet.diagnose import tell, whatif
+from whet.diagnose.checks import peak_memory
 from whet.diagnose.run import Run
+from whet.diagnose.script import silenced
 from whet.diagnose.target import MEANS, CannotRun, Target, raised
 from whet.report import findings, record
 from whet.report.exercises import exercises_table
@@ -46,18 +47,9 @@ def could_run() -> Iterator[None]:
         raise typer.Exit(130) from None
 
 
-@contextlib.contextmanager
-def quiet_profiler() -> Iterator[None]:
+def quiet_profiler():
     """torch's profiler writes its starts and stops to stderr, past Python: what it says there is dropped."""
-    sys.stderr.flush()
-    kept = os.dup(2)
-    with open(os.devnull, "wb") as nowhere:
-        os.dup2(nowhere.fileno(), 2)
-        try:
-            yield
-        finally:
-            os.dup2(kept, 2)
-            os.close(kept)
+    return silenced(sys.stderr, 2)
 
 
 def doctor(
@@ -101,7 +93,7 @@ def details(run: Run) -> dict:
         whatif.realise(run, chains)
         found["whatif"] = [c.as_dict(run.step_ms) for c in chains[:12]]
     with contextlib.suppress(Exception):
-        found["memory"] = memory.owners(run)
+        found["memory"] = peak_memory.owners(run)
     if run.target.kind == "decode":
         found["layers"], found["tokens_per_s"] = tell.per_layer(run), 1e3 / run.step_ms
     return found

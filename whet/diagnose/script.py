@@ -13,7 +13,7 @@ import timeit
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, TextIO
 
 import torch
 from torch import nn
@@ -254,7 +254,7 @@ def run_script(path: Path, argv: list[str] | None = None) -> Target:
     sys.argv = [str(path), *(argv or [])]
     try:
         aside = contextlib.redirect_stdout(printed), contextlib.redirect_stderr(errors)
-        with at_home(path), watcher.on(), no_childs_output(), aside[0], aside[1]:
+        with at_home(path), watcher.on(), silenced(sys.stdout, 1), aside[0], aside[1]:
             runpy.run_path(str(path), run_name="__main__")
     except SystemExit as e:
         if e.code not in (0, None):
@@ -277,16 +277,16 @@ def run_script(path: Path, argv: list[str] | None = None) -> Target:
 
 
 @contextlib.contextmanager
-def no_childs_output() -> Iterator[None]:
-    """What the script's child processes print would stand among this process's own output: it is dropped."""
-    sys.stdout.flush()
-    kept = os.dup(1)
+def silenced(stream: TextIO, fd: int) -> Iterator[None]:
+    """What is written to a stream past Python, by libraries and child processes, is dropped."""
+    stream.flush()
+    kept = os.dup(fd)
     with open(os.devnull, "wb") as nowhere:
-        os.dup2(nowhere.fileno(), 1)
+        os.dup2(nowhere.fileno(), fd)
         try:
             yield
         finally:
-            os.dup2(kept, 1)
+            os.dup2(kept, fd)
             os.close(kept)
 
 
