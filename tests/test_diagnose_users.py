@@ -226,3 +226,26 @@ def test_layers_are_told_as_one_only_where_they_are_of_one_class():
     block = nn.ModuleList(nn.Sequential(nn.Linear(2, 2), nn.ReLU()) for _ in range(2))
     told = set(folded(nn.ModuleDict({"blocks": block})).values())
     assert told == {"", "blocks", "blocks.*", "blocks.*.0", "blocks.*.1"}
+
+
+LOUD = HEAD.replace("nn.Linear(16, 4))", "nn.Linear(16, 4))\nnn.init.normal_(model[3].weight, std=30.0)") + """
+loss = loss_of(model(x), y)
+loss.backward()
+"""
+
+
+@pytest.mark.parametrize("body, flagged", [(LOUD, True), (USUAL, False), (LOUD.replace("CrossEntropyLoss()", "CrossEntropyLoss("
+                         "reduction='sum')"), False)], ids=["loud", "usual", "sum"])
+def test_a_first_loss_outside_the_model_is_judged_too(tmp_path, body, flagged):
+    (tmp_path / "s.py").write_text(body)
+    found = diagnose(run_script(tmp_path / "s.py"), seconds=0.01, only=("initial_loss",)).findings
+    assert bool(found) == flagged and all("ln(4) = 1.4" in f.cause and "3.weight" in f.cause for f in found)
+
+
+def test_a_loss_that_is_a_sum_is_not_measured_by_the_logarithm():
+    class Summed(nn.Linear):
+        def forward(self, x, y):
+            return nn.functional.cross_entropy(super().forward(x), y, reduction="sum")
+
+    target = target_of("summed", (Summed(8, 4), (torch.randn(64, 8), torch.randint(4, (64,)))))
+    assert not diagnose(target, seconds=0.01, only=("initial_loss",)).findings

@@ -43,6 +43,7 @@ class Script:
     path: Path
     readings: dict[str, Reading] = field(default_factory=dict)
     losses: list[float] = field(default_factory=list)
+    classes: int | None = None  # over which the first loss is a mean cross-entropy, where it is one
     steps: int = 0
     replays: int = 0  # of CUDA graphs: such a script's launches are one
     seconds: float = 0.0
@@ -141,6 +142,7 @@ class Watcher:
             loss = self.scaled[1] if tensor is self.scaled[0] else tensor
             if loss.dim() == 0 and len(self.script.losses) < 3:
                 self.loss = float(loss.detach())
+                self.script.classes = self.script.classes if self.script.losses else classes_of(loss)
                 self.script.losses.append(self.loss)
             self.scaled = (None, None)
             return run(tensor, *args, **kwargs)
@@ -274,6 +276,16 @@ def run_script(path: Path, argv: list[str] | None = None) -> Target:
     if target is None:
         raise CannotRun(f"{path}: it called no nn.Module with parameters, so there is nothing to look at")
     return target
+
+
+def classes_of(loss: torch.Tensor) -> int | None:
+    """Over how many classes a loss is the mean cross-entropy: read from the two nodes that F.cross_entropy leaves behind it."""
+    node = loss.grad_fn
+    if node is None or not node.name().startswith("NllLoss") or getattr(node, "_saved_reduction", None) != 1:
+        return None
+    below = node.next_functions[0][0]
+    made = below is not None and below.name().startswith("LogSoftmax")
+    return below._saved_result.shape[1] if made else None  # type: ignore[union-attr]
 
 
 @contextlib.contextmanager

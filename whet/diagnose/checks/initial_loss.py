@@ -8,11 +8,16 @@ from torch import nn
 from whet.diagnose.run import Check, Finding, Run
 from whet.diagnose.target import Target, target_of
 
+MEAN = 1  # as torch numbers the reductions of a loss
 MARGIN = 2.0  # nats above ln V that a well-made model does not reach before its first step
 
 
 def classes(run: Run) -> int | None:
-    """Over how many classes the loss is taken: the width of what the last log-softmax or cross-entropy read."""
+    """Over how many classes the loss is a mean: the width of what the last log-softmax or cross-entropy read."""
+    if run.target.script is not None and run.target.script.classes:
+        return run.target.script.classes
+    if any(MEAN not in e.args for e in run.watched.events if e.op == "aten::nll_loss_forward"):
+        return None  # a sum grows with the batch
     for e in reversed(run.watched.events):
         if e.phase == "forward" and e.op in ("aten::_log_softmax", "whet::cross_entropy") and e.inputs:
             return e.inputs[0].shape[-1]
