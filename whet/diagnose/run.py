@@ -2,7 +2,7 @@
 
 import functools
 from collections.abc import Callable, Iterable
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
 import torch
@@ -40,14 +40,9 @@ class Finding:
     apply: Callable[[Target], None] | None = field(default=None, repr=False)
 
     def as_dict(self) -> dict:
-        return {k: v for k, v in asdict(replace_apply(self)).items() if k != "apply"} | {"applies": self.apply is not None}
-
-
-def replace_apply(finding: Finding) -> Finding:
-    """A copy without its function, which asdict would try to copy."""
-    from dataclasses import replace
-
-    return replace(finding, apply=None)
+        told = asdict(replace(self, apply=None))  # asdict would try to copy the function
+        del told["apply"]
+        return told | {"applies": self.apply is not None}
 
 
 class Run:
@@ -57,7 +52,6 @@ class Run:
     watched    one step, op by op (watch.py)
     profile    where its time goes (profile.py)
     step_ms    the measured step, un-watched
-    failed     observations that could not be made, and why
     """
 
     def __init__(self, target: Target, seconds: float = 1.0):
@@ -102,7 +96,6 @@ class Check:
     planted()     a Target that it must flag, small enough for two CPU cores
     clean()       the nearest Target that it must not flag
     gpu           the symptom exists only on a GPU: planted and clean are tested there
-    scripts       looks at what a script did (run.target.script), so planted and clean are paths of scripts
     title         what it looks for, in a few words, for the docs
     """
 

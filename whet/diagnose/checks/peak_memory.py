@@ -3,14 +3,13 @@
 No fault by itself: told only where the device is nearly full.
 """
 
-import re
-
 import torch
 from torch import nn
 
 from whet.diagnose.modules import tensors_in
 from whet.diagnose.run import Check, Finding, Run
 from whet.diagnose.target import Target, target_of
+from whet.diagnose.tell import pattern
 from whet.diagnose.watch import Watched, restored
 
 FULL = 0.90  # of the device: beyond it the allocator begins to give memory back and ask again, and a longer batch fails
@@ -21,7 +20,7 @@ KEPT = "kept by "
 
 def group(path: str) -> str:
     """The block that a module belongs to: "layers.3.mlp.up" -> "layers.*"."""
-    starred = re.sub(r"(^|\.)\d+(?=\.|$)", r"\1*", path)
+    starred = pattern(path)
     return starred[: starred.index("*") + 1] if "*" in starred else starred or "the model"
 
 
