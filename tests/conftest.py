@@ -138,6 +138,18 @@ def ragged_case(op: Op, impl: str = "triton") -> dict:
         return first_case(op, is_ragged, impl)
 
 
+def assert_same_bits(a: dict, b: dict):
+    """Of named results; what was changed in place may hold NaN where nothing was written."""
+    assert a.keys() == b.keys()
+    for k in a:
+        assert (a[k] is None) == (b[k] is None), k
+        if str(k).startswith("changed "):
+            assert torch.equal(a[k].isnan(), b[k].isnan()), f"{k} is not written alike"
+            assert torch.equal(a[k].nan_to_num(), b[k].nan_to_num()), f"{k} differs"
+        else:
+            assert a[k] is None or torch.equal(a[k], b[k]), f"{k} differs"
+
+
 def every_op(accept=lambda op: True):
     return [pytest.param(op, id=op.name) for op in discover().values() if accept(op)]
 
@@ -156,7 +168,13 @@ def exact(op: Op, impl: str) -> str:
     return "bfloat16" if alone and any(takes(op, impl, case, "bfloat16") for case in op.cases) else "float32"
 
 
-def every_kernel() -> list:
+def trained(op: Op) -> bool:
+    """Whether the op has gradients; those that have none are for inference."""
+    return bool(op.grads)
+
+
+def every_kernel(accept=lambda op: True) -> list:
     """Each op with each impl that is whet's own kernels throughout: the same bits each time, on the CPU too."""
-    kernels = [(op, name) for op in discover().values() for name, impl in op.impls.items() if impl.needs == "triton"]
+    accepted = [op for op in discover().values() if accept(op)]
+    kernels = [(op, name) for op in accepted for name, impl in op.impls.items() if impl.needs == "triton"]
     return [pytest.param(op, impl, id=op.name if impl == "triton" else f"{op.name}-{impl}") for op, impl in kernels]

@@ -94,6 +94,34 @@ def test_launches_of_a_tile_are_recorded_under_its_name(tmp_path):
     assert child(str(tmp_path / "tiled.py")).stdout.splitlines()[-1] == "[('triton', 8), ('triton@one', 1)]"
 
 
+DECODING = '''
+import json
+from whet.ahead import wanted
+from whet.op import discover
+
+seen = set()
+found = [w for op in discover().values() if not op.grads for w in wanted(op, "triton", seen)]
+print(json.dumps([(launch.op, launch.kernel, launch.case, launch.dtype, target, launch.options) for launch, target in found]))
+'''
+
+
+def test_of_inference_what_a_decoder_launches_is_compiled_and_each_kernel_once_in_the_rest(tmp_path):
+    (tmp_path / "decoding.py").write_text(DECODING)
+    found = json.loads(child(str(tmp_path / "decoding.py")).stdout.splitlines()[-1])
+    own = {kernel for _, kernel, *_ in found}
+    assert len(found) < 80, "compiling is most of what they cost"
+    for target in TARGETS:
+        assert {kernel for _, kernel, _, _, t, _ in found if t == target} == own
+        assert all(options["CHAINED"] == (target in ("sm_90", "sm_100")) for *_, t, options in found if t == target)
+    assert {kernel for _, kernel, _, dtype, *_ in found if dtype == "float32"} == own
+    for op in (p.values[0] for p in every_op(lambda op: not op.grads)):
+        cases = {case for name, _, case, dtype, target, _ in found if (name, dtype, target) == (op.name, "bfloat16", "sm_90")}
+        shapes = [" ".join(f"{k}={v}" for k, v in case.items()) for case in op.shapes.values()]
+        assert shapes[0] in cases and len(cases & set(shapes)) >= 3
+    for kernel in ("_few_kernel", "_many_kernel", "_head_kernel"):
+        assert {options["QUANT"] for _, k, *_, options in found if k == kernel} == {"", "int8", "int4", "fp8"}
+
+
 def test_interpreter_mode_is_refused_with_the_reason():
     done = child("-m", "whet.ahead", interpret="1")
     assert done.returncode == 2 and "TRITON_INTERPRET must be off" in done.stdout

@@ -2,11 +2,12 @@
 
 import pytest
 import torch
-from conftest import every_kernel, takes
-from test_registered import assert_same_bits, gradients, kernel_of, replay_with_new_values
+from conftest import assert_same_bits, every_kernel, takes, trained
+from test_registered import gradients, kernel_of, replay_with_new_values
 
 from whet.op import as_tuple, discover, tensors
-from whet.verify import judge, verify_case, widen
+from whet.ops._chain import chained
+from whet.verify import evaluate, judge, verify_case, widen
 
 pytestmark = pytest.mark.gpu
 
@@ -68,7 +69,7 @@ def results(op, function, args, douts):
     return {f"output {i}": o.detach() for i, o in enumerate(outs)} | {f"grad {k}": g for k, g in zip(names, grads)}
 
 
-@pytest.mark.parametrize("op, impl", every_kernel())
+@pytest.mark.parametrize("op, impl", every_kernel(trained))
 def test_tensors_past_two_to_the_31_elements(op, impl, device):
     """Upstream gradients are zero but for the last rows, so every gradient is that of the reference on those rows."""
     needed, free = 72 << 30, torch.cuda.mem_get_info()[0]
@@ -95,6 +96,37 @@ def test_tensors_past_two_to_the_31_elements(op, impl, device):
     oracle = results(op, op.reference, {k: widen(v) for k, v in few.items()}, [s.double() for s in small])
     verdict = judge(actual, results(op, op.reference, few, small), oracle)
     assert verdict.ok, verdict.why
+
+
+@pytest.mark.parametrize("op, impl", every_kernel(lambda op: not trained(op)))
+def test_the_last_rows_of_tensors_past_two_to_the_31_elements_in_inference(op, impl, device):
+    """The first input, or what is changed in place, passes them; other sizes are cut, since a result for each row is kept."""
+    case = shapes_of(op, impl)[0]
+    case |= {k: min(v, case[k]) for k, v in op.tiny.items() if k in case}
+    args, size = op.inputs(dtype=torch.bfloat16, device="meta", **case), op.dynamic[0]
+    large = args[op.mutates[0]] if op.mutates else tensors(args)[0]
+    case |= {size: (2**31 + 2**20) // (large.numel() // case[size]) + 1}
+    args = op.inputs(dtype=torch.bfloat16, device=device, **case)
+    few = {k: ends(v, case[size], slice(-ROWS, None)) for k, v in args.items()}
+    oracle = evaluate(op, op.reference, {k: widen(v) for k, v in few.items()}, False)
+    eager = evaluate(op, op.reference, few, False)
+    outs = as_tuple(kernel_of(op, impl)(**args))
+    actual = {f"output {i}": o[-ROWS:] for i, o in enumerate(outs)} | {f"changed {k}": args[k][-ROWS:] for k in op.mutates}
+    verdict = judge(actual, eager, oracle)
+    assert verdict.ok, verdict.why
+
+
+@pytest.mark.parametrize("op, impl, case", [p for p in BENCH if not trained(p.values[0])])
+def test_a_chain_gives_the_bits_of_calls_apart(op, impl, case, device):
+    """Each kernel of a chain starts before the one before it has ended: three calls, each over what the last one wrote."""
+    args = op.inputs(dtype=torch.bfloat16, device=device, **case)
+    apart = evaluate(op, kernel_of(op, impl), args, False)
+
+    def thrice(**given):
+        with chained():
+            return [kernel_of(op, impl)(**given) for _ in range(3)][-1]
+
+    assert_same_bits(evaluate(op, thrice, args, False), apart)
 
 
 @pytest.mark.parametrize("op, impl, case", BENCH)

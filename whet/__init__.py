@@ -4,6 +4,7 @@
     y = whet.ops.rms_norm(x, w)                       # impl="auto": this machine's lock, else the stock call
     whet.optimize.optimize("tiny-llama:small")        # record, verify, time, choose
     whet.auto_select_kernels(config)                  # PyTorch or Triton, decided at the start of training
+    whet.LLM("Qwen/Qwen3-0.6B").generate("Hello")     # text: batches, streams, chats
 """
 
 import importlib
@@ -13,6 +14,7 @@ __version__ = "0.1.0"
 _HOMES = {
     "auto_select_kernels": "autoselect", "manual_kernel_benchmark": "autoselect", "benchmark_rms_norm": "autoselect",
     "benchmark_rotary": "autoselect", "ModelConfig": "autoselect", "Choices": "choices", "use": "choices",
+    "LLM": "decode.engine",
 }
 _MODULES = ("ops", "choices", "models", "optimize")
 __all__ = sorted([*_HOMES, *_MODULES])

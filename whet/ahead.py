@@ -28,6 +28,7 @@ from triton.runtime.jit import JITFunction, create_function_from_signature
 
 from whet import machine
 from whet.op import DTYPES, Op, as_tuple, discover
+from whet.ops._chain import chained
 
 TARGETS = {
     "sm_90": GPUTarget("cuda", 90, 32), "sm_80": GPUTarget("cuda", 80, 32),
@@ -99,17 +100,21 @@ def recorded() -> Iterator[list[tuple]]:
 
 
 def launches(op: Op, impl: str, case: dict, dtype: str, target: str = "sm_90") -> list[Launch]:
-    """Every launch of a case's forward and backward, with all its outputs used and with each alone. Nothing is computed."""
+    """Every launch of a case's forward and backward, with all its outputs used and with each alone. Nothing is computed.
+
+    Of an op for inference as in a chain, which is how a decoder runs it; out of one a kernel is the same, less two waits.
+    """
     args = op.inputs(dtype=DTYPES[dtype], device="meta", **case)
     leaves = [args[k].requires_grad_() for k in op.grads if args[k] is not None]
     with recorded() as seen, pretended(target):
         candidate = op.candidate(impl)
         if candidate.refuses(**args):
             return []
-        outs = [o for o in as_tuple(candidate.run(**args)) if o.requires_grad]
-        for used in [outs, *([o] for o in outs)] if len(outs) > 1 else [outs]:
-            torch.autograd.grad(used, leaves, [torch.empty_like(o) for o in used], allow_unused=True, retain_graph=True)
-        with torch.no_grad():
+        if op.grads:
+            outs = [o for o in as_tuple(candidate.run(**args)) if o.requires_grad]
+            for used in [outs, *([o] for o in outs)] if len(outs) > 1 else [outs]:
+                torch.autograd.grad(used, leaves, [torch.empty_like(o) for o in used], allow_unused=True, retain_graph=True)
+        with torch.no_grad(), contextlib.nullcontext() if op.grads else chained():
             candidate.run(**args)
     name = " ".join(f"{k}={v}" for k, v in case.items())
     return [Launch(op.name, impl, name, dtype, fn, a, options) for fn, a, options in seen]
@@ -167,7 +172,11 @@ def wanted(op: Op, impl: str, seen: set[str]) -> Iterator[tuple[Launch, str]]:
     """The launches of an impl not yet seen, each with its target.
 
     sm_90 gets every case, and at the bench shapes every tile that tuning tries; the others the bench shapes in bf16.
+    Of an op for inference see `decoding`.
     """
+    if not op.grads:
+        yield from decoding(op, impl, seen)
+        return
     plans = [(case, dtype, "sm_90") for dtype in ("bfloat16", "float32") for case in op.shapes.values()]
     plans += [(case, "bfloat16", "sm_90") for case in op.cases]
     plans += [(case, "bfloat16", target) for target in TARGETS if target != "sm_90" for case in op.shapes.values()]
@@ -181,6 +190,28 @@ def wanted(op: Op, impl: str, seen: set[str]) -> Iterator[tuple[Launch, str]]:
                 if key not in seen:
                     seen.add(key)
                     yield launch, target
+
+
+def decoding(op: Op, impl: str, seen: set[str]) -> Iterator[tuple[Launch, str]]:
+    """What is compiled of an op for inference: all that a decoder launches, and each kernel once in what it might meet.
+
+    sm_90 gets the bench shapes in bf16, where registers run out if they do; of the cases, whose rows are short, those with
+    words (how weights are stored) that the kernel has not met; and each kernel once in fp32. The ops share kernels: on the
+    other targets each op gets its first launch, and each kernel one.
+    """
+    shapes = list(op.shapes.values())
+    plans = [(case, "bfloat16", "sm_90") for case in (*shapes, *op.cases)] + [(case, "float32", "sm_90") for case in shapes]
+    plans += [(case, "bfloat16", target) for target in TARGETS if target != "sm_90" for case in shapes]
+    for i, (case, dtype, target) in enumerate(plans):
+        for launch in launches(op, impl, case, dtype, target):
+            met = {f"{target} {dtype} {launch.kernel}", f"{target} {op.name}"}
+            if (dtype, target) == ("bfloat16", "sm_90"):
+                met |= {f"{launch.kernel} {v}" for v in launch.options.values() if isinstance(v, str)}
+            if i < len(shapes):
+                met.add(identity(launch))
+            if not met <= seen:
+                seen |= met
+                yield launch, target
 
 
 def tiles(op: Op, impl: str, case: dict, target: str) -> list[str]:

@@ -12,9 +12,10 @@ from typing import Annotated
 
 import torch
 import typer
+from typer.core import TyperGroup
 
 import whet.ops  # noqa: F401  (fills the registry)
-from whet import clinic, counters, machine, measure, models
+from whet import clinic, counters, machine, measure, models, talk
 from whet.lock import Lock, lock_path
 from whet.op import DTYPES, Call, Op, discover
 from whet.optimize import PRECISIONS, optimize
@@ -23,8 +24,18 @@ from whet.terminal import Json, Records, Shapes, console, emit, plain_errors, pr
 from whet.tune import modes_here, reduced_note, tune
 
 MEANING = "Sharpens PyTorch transformers: kernels proven right, measured faster, with the proof shown."
-app = typer.Typer(no_args_is_help=True, add_completion=False, help=MEANING)
-for name, command in clinic.COMMANDS.items():
+
+
+class TwoWords(TyperGroup):
+    """A command's name may have two words, `bench decode`: it has options and help of its own."""
+
+    def resolve_command(self, ctx, args):
+        name = " ".join(args[:2])
+        return super().resolve_command(ctx, [name, *args[2:]] if name in self.commands else args)
+
+
+app = typer.Typer(cls=TwoWords, no_args_is_help=True, add_completion=False, help=MEANING)
+for name, command in (clinic.COMMANDS | talk.COMMANDS).items():
     app.command(name)(command)
 
 TARGETS = [f"{m.name}:{size}" for m in models.discover().values() for size in m.sizes]
@@ -130,7 +141,7 @@ def bench_calls(names: list[str], shapes: list[str], dtype: str, grad: bool) -> 
         cases = [case for s in shapes for case in parse_shapes(op, s)] or list(op.shapes.values())
         for case in cases:
             check_case(op, case, dtype)
-            call = Call(op.name, case, dtype, grad)
+            call = Call(op.name, case, dtype, grad and bool(op.grads))
             calls[call.key] = (call, 1)
     return list(calls.values())
 
@@ -158,7 +169,7 @@ def bench(
     name: Annotated[str, typer.Option(help="Name of the record (default: bench and the ops).")] = "",
     as_json: Json = False,
 ):
-    """Verify every impl of each op, then time the survivors in turns.
+    """Verify every impl of each op, then time the survivors in turns. `whet bench decode` times the decoder instead.
 
     Example: whet bench rms_norm --shapes M=64,N=128
     """

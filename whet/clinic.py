@@ -10,6 +10,7 @@ from typing import Annotated
 import typer
 
 from whet import exercise
+from whet.diagnose import decode as decoding
 from whet.diagnose import doctor as clinic
 from whet.diagnose import tell, whatif
 from whet.diagnose.checks import peak_memory
@@ -146,9 +147,13 @@ def profile(
             run = seen(opened, seconds, progress)
             told = {"target": opened.name, "kind": opened.kind, "notes": opened.notes, "sentence": tell.slowest_part(run)}
             result = told | tell.overview(run) | details(run)
+            if isinstance(opened, decoding.Decoder):
+                progress("the same by the decode ops", 1, 2)
+                result["after"] = decoding.after(opened, seconds)
             if trace:
                 write_trace(trace, run)
-        made = record.make(f"whet profile {target}", result)
+        flags = [*(["--train"] if train else []), *(["--decode"] if decode else [])]
+        made = record.make(" ".join(["whet profile", target, *flags]), result)
         kind = [opened.kind] if decode or train else []
         name = " ".join(["profile", Path(target).name, *kind])
         emit(made, as_json, records, name, lambda: findings.show_profile(console, result))

@@ -23,6 +23,29 @@ def define(name: str, schema: str, launch: Callable, fake: Callable):
 
 
 @dataclass(frozen=True)
+class Forward:
+    """A kernel for inference: op `name`, without a gradient. What it changes in place is marked in its schema."""
+
+    name: str
+    schema: str
+    launch: Callable
+    fake: Callable
+    op: Any = field(init=False, default=None)
+
+    def __post_init__(self):
+        object.__setattr__(self, "op", define(self.name, self.schema, self.launch, self.fake))
+
+    def __call__(self, *args):
+        x = args[0]
+        if torch.compiler.is_compiling() or _watched(f"{self.name}[triton]"):
+            return self.op(*args)
+        if x.is_cuda and x.device.index != torch.cuda.current_device():
+            with torch.cuda.device(x.device):
+                return self.launch(*args)
+        return self.launch(*args)
+
+
+@dataclass(frozen=True)
 class Fused:
     """A differentiable kernel: op `name` and its gradient `name_bwd`.
 

@@ -9,11 +9,13 @@ import contextlib
 import functools
 import gc
 import json
+import os
 import re
 import statistics
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
+from pathlib import Path
 
 import torch
 
@@ -171,10 +173,10 @@ def peak_mib(run: Callable) -> float | None:
 
 
 def stepper(op: Op, run: Callable, args: dict, grad: bool) -> Callable:
-    """One forward, and with grad one backward, on leaf inputs: what is timed for an op."""
+    """One forward, and with grad one backward where the op has one, on leaf inputs: what is timed for an op."""
     leaves, wanted = leaf_copies(op, args, grad)
     sources = [leaves[k] for k in wanted]
-    if not grad:
+    if not wanted:
         def forward():
             with torch.no_grad():
                 return run(**leaves)
@@ -298,3 +300,42 @@ class Stopwatch:
 
 def now() -> float:
     return time.perf_counter()
+
+
+class Mark:
+    """A point in a device's queue: reached when the work enqueued before it is done. On a CPU that is at once."""
+
+    def __init__(self, device: torch.device):
+        self.event = torch.cuda.Event(enable_timing=True) if device.type == "cuda" else None
+        self.at = time.perf_counter()
+        if self.event is not None:
+            self.event.record()
+
+    def wait(self) -> None:
+        if self.event is not None:
+            self.event.synchronize()
+
+    def since(self, earlier: "Mark") -> float:
+        """Seconds between two marks that are both reached."""
+        if self.event is None or earlier.event is None:
+            return self.at - earlier.at
+        return earlier.event.elapsed_time(self.event) / 1e3
+
+
+def _begun() -> float:
+    """When this process began, on the clock of now(), by the system's book; the import of this module where that is no help."""
+    at = time.perf_counter()
+    try:
+        ticks = int(Path("/proc/self/stat").read_text().rpartition(")")[2].split()[19])
+        age = time.clock_gettime(time.CLOCK_BOOTTIME) - ticks / os.sysconf("SC_CLK_TCK")
+    except (OSError, ValueError, IndexError, AttributeError):
+        return at
+    return at - age if 0 <= age < 600 else at
+
+
+_BEGUN = _begun()
+
+
+def since_start() -> float:
+    """Seconds since this process began: imports are in it."""
+    return time.perf_counter() - _BEGUN

@@ -110,7 +110,8 @@ class Op:
     cases                         what tests and tuning cover: ragged, empty, strided, every option
     shapes                        {name: case} that `whet bench` times
     cost(**args) -> Cost
-    grads                         names of the arguments that receive gradients
+    grads                         names of the arguments that receive gradients; none: the op is for inference
+    mutates                       names of the arguments that it changes in place, such as a cache; results like any other
     dynamic                       names of case sizes that vary from batch to batch, bucketed by powers of two
     proof(case) -> case           the case that is verified in its place, where the oracle of the whole would not fit
     """
@@ -128,6 +129,7 @@ class Op:
     dynamic: tuple[str, ...] = ()
     tiny: dict = field(default_factory=dict)  # sizes that a call is cut to when kernels are only interpreted
     proof: Callable[[dict], dict] = whole
+    mutates: tuple[str, ...] = ()
 
     def __post_init__(self):
         every = {"eager": Impl(self.reference), "compile": Impl(compiled(self.reference))} | self.impls
@@ -224,7 +226,8 @@ class Op:
 
     def call(self, args: dict) -> Call:
         grad = torch.is_grad_enabled() and any(args[g] is not None and args[g].requires_grad for g in self.grads)
-        first = next(args[g] for g in self.grads if args[g] is not None)
+        named = self.grads or tuple(self.signature.parameters)
+        first = next(args[g] for g in named if isinstance(args[g], torch.Tensor))
         return Call(self.name, self.case_of(**args), DTYPE_NAMES[first.dtype], grad)
 
 

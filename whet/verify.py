@@ -46,11 +46,18 @@ def verify(op: Op, impl: Impl, args: dict, grad: bool = True, dout_layout: str =
     with poisoned_empty(impl.needs != "torch"):
         actual = evaluate(op, impl.run, args, grad, dout_layout)
     for k, v in before.items():
-        if not torch.equal(torch.nan_to_num(v), torch.nan_to_num(args[k])):
+        if not unchanged(v, args[k]):
             return Verdict(False, why=f"input {k} was changed in place")
     if set(actual) != set(eager):
         return Verdict(False, why=f"returns {sorted(actual)}, expected {sorted(eager)}")
     return judge(actual, eager, oracle)
+
+
+def unchanged(a: torch.Tensor, b: torch.Tensor) -> bool:
+    """The same values, NaN for NaN; single bytes bit by bit."""
+    if a.element_size() == 1:
+        return torch.equal(a.view(torch.uint8), b.view(torch.uint8))
+    return torch.equal(torch.nan_to_num(a), torch.nan_to_num(b))
 
 
 def judge(actual: dict, eager: dict, oracle: dict, step: float | None = None) -> Verdict:
@@ -80,8 +87,10 @@ def leaf_copies(op: Op, args: dict, grad: bool) -> tuple[dict, list[str]]:
 def evaluate(op: Op, run, args: dict, grad: bool, dout_layout: str = "contiguous") -> dict[str, torch.Tensor | None]:
     """{'output 0': y, ..., 'grad x': dx, ...} of one run on leaf copies, with a fixed random upstream gradient."""
     leaves, wanted = leaf_copies(op, args, grad)
+    leaves |= {k: own(leaves[k]) for k in op.mutates}
     outs = as_tuple(run(**leaves))
     named: dict[str, torch.Tensor | None] = {f"output {i}": o.detach() for i, o in enumerate(outs)}
+    named |= {f"changed {k}": leaves[k] for k in op.mutates}
     if grad:
         live = [o for o in outs if o.requires_grad]
         douts = [upstream(o, i, dout_layout) for i, o in enumerate(outs) if o.requires_grad]
@@ -89,6 +98,12 @@ def evaluate(op: Op, run, args: dict, grad: bool, dout_layout: str = "contiguous
         grads = torch.autograd.grad(live, sources, douts, allow_unused=True) if live else [None] * len(wanted)
         named |= {f"grad {k}": g for k, g in zip(wanted, grads)}
     return named
+
+
+def own(t: torch.Tensor) -> torch.Tensor:
+    """A copy to be changed in place, of the same strides unless elements share memory."""
+    shared = any(s == 0 and n > 1 for s, n in zip(t.stride(), t.shape))
+    return t.clone() if shared else torch.empty_strided(t.shape, t.stride(), dtype=t.dtype, device=t.device).copy_(t)
 
 
 def upstream(out: torch.Tensor, i: int, layout: str) -> torch.Tensor:
@@ -116,6 +131,8 @@ def compare(name: str, a: Given, e: Given, o: Given, factor: float, step: float 
         return Verdict(False, why=f"{name} must be {tuple(e.shape)} {e.dtype}, got {tuple(a.shape)} {a.dtype}")
     if not a.numel():
         return Verdict(True, 0.0, float("inf"))
+    if not a.is_floating_point():
+        return Verdict(torch.equal(a, o), why=f"{name}: {(a != o).sum().item()} of {a.numel()} differ")
     finite = torch.isfinite(o)
     agree = torch.isfinite(a) == finite
     agree &= finite | (a == o) | (torch.isnan(a) & torch.isnan(o))  # the same infinity, or NaN for NaN

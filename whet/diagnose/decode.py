@@ -1,13 +1,125 @@
-"""One token at a time: a decoder's step with its cache filled, as generate() runs it."""
+"""One token at a time: a decoder's step with its cache filled, as generate() runs it.
 
+A built-in decoder is looked at twice: before, its plain formulas launched one by one; after, its decode ops, on a GPU as one
+captured graph. The doctor and the profile's tables are about the first, the profile sets the second beside it.
+"""
+
+import collections
 import inspect
-from dataclasses import replace
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 
+from whet import measure, models
+from whet.choices import Choices
+from whet.decode.contender import Graph
+from whet.decode.load import open_model
+from whet.decode.quantize import bytes_per_token
+from whet.diagnose.profile import Range, on_cpu, profiled, taken
 from whet.diagnose.target import CannotRun, Target, raised
+from whet.models.qwen3 import Config
 
 PROMPT = 16  # tokens in the cache before the first step that is looked at
+CONTEXT = 128  # the same for a built-in decoder
+BURST = 8  # tokens that are looked at together after: the host reads that many at once
+PRODUCTS = ("norm, qkv", "output projection, residual", "norm, gate and up, activation", "down, residual")
+OTHERS = {"_attend": "qk norm, rope, cache, attention", "_join": "attention, joined", "_head": "norm, head, argmax",
+          "_choose": "norm, head, argmax"}
+
+
+@dataclass
+class Decoder(Target):
+    """A built-in decoder: step_with makes a token before, burst makes BURST tokens after."""
+
+    burst: Callable[[], None] | None = None
+    bytes: int = 0  # that a token must read
+
+
+class Spoken:
+    """Every op of these choices is a range of its own while a profiler watches, and nothing else while none does."""
+
+    def __init__(self, ops: Choices):
+        self.ops = ops
+
+    def __getattr__(self, name: str):
+        run = getattr(self.ops, name)
+
+        def told(*args, **kwargs):
+            if not torch.autograd._profiler_enabled():
+                return run(*args, **kwargs)
+            span = Range("forward", f"ops.{name}")
+            try:
+                return run(*args, **kwargs)
+            finally:
+                span.close()
+
+        return told
+
+
+def built_in(text: str) -> Decoder | None:
+    """The decoder that is built in under this name; None where there is none."""
+    try:
+        known, size = models.find(text)
+    except ValueError:
+        return None
+    if not isinstance(known.sizes[size], Config):
+        return None
+    model, _ = open_model(random_weights=f"{known.name}:{size}")
+    contender = Graph(model, 1, CONTEXT + BURST)
+    token = torch.zeros(1, 1, dtype=torch.int64, device=model.embed.device)
+    contender.feed(torch.arange(CONTEXT, device=token.device)[None] % model.c.vocab, token)
+    at, (k, v) = torch.full((1,), CONTEXT, dtype=torch.int64, device=token.device), contender.runner.cache.kv
+    plain: Any = Spoken(Choices(default="eager"))
+
+    def step():
+        tuned, model.ops = model.ops, plain
+        try:
+            with torch.no_grad():
+                model.logits(model.extend(token, k, v, at)).argmax(-1)
+        finally:
+            model.ops = tuned
+
+    said = f"decoding at batch 1 after {CONTEXT} tokens, by plain formulas launched one by one; after: by the decode ops"
+    return Decoder(
+        f"{known.name}:{size}", model, kind="decode", step_with=step, notes=[said], burst=lambda: contender.run(BURST),
+        bytes=bytes_per_token(model, CONTEXT),
+    )
+
+
+def after(target: Decoder, seconds: float) -> dict:
+    """The same token by the decode ops: its time, kernels and parts, and the floor that the bytes set."""
+    whole = profiled(replace(target, step_with=target.burst), seconds)
+    step, floor = whole.step, target.bytes / measure.ceilings().copy_gbs / 1e6
+    names = collections.Counter(k.name for k in whole.kernels)
+    kernels = [{"name": name, "ms": us / 1e3 / BURST, "count": round(names[name] / BURST, 1)} for name, us, _ in whole.top(12)]
+    timing = {f: getattr(step, f) / BURST for f in ("ms", "low", "high")} | {"samples": step.samples}
+    made = {
+        "step": timing, "launches": round(whole.launches / BURST, 1), "busy_ms": whole.busy_us / 1e3 / BURST,
+        "tokens_per_s": 1e3 / timing["ms"], "kernels": kernels, "bytes": target.bytes, "layers": [],
+    }
+    if target.device != "cuda":
+        return made
+    return made | {"layers": parts(target), "floor_ms": floor, "of_floor": floor / timing["ms"]}
+
+
+def parts(target: Decoder) -> list[dict]:
+    """What each part of a layer takes in one token, all layers together: the products come in the order of a layer."""
+    events = taken(replace(target, step_with=target.burst)).profiler.kineto_results.events()  # type: ignore[union-attr]
+    ran = sorted((e for e in events if not on_cpu(e) and not e.name().startswith("whet|")), key=lambda e: e.start_ns())
+    found: dict[str, list[float]] = collections.defaultdict(list)
+    products = 0
+    for e in ran:
+        label = next((label for word, label in OTHERS.items() if e.name().startswith(word)), "embedding, token, position")
+        if e.name().startswith(("_few", "_many")):
+            label, products = PRODUCTS[products % len(PRODUCTS)], products + 1
+        found[label].append(e.duration_ns() / 1e6)
+    total = sum(map(sum, found.values())) or 1.0
+    return [
+        {"part": label, "ms": sum(ms) / BURST, "share": sum(ms) / total, "launches": round(len(ms) / BURST, 1)}
+        for label, ms in found.items()
+    ]
 
 
 def as_decode(target: Target) -> Target:

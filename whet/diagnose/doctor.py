@@ -8,7 +8,7 @@ from pathlib import Path
 import torch
 
 from whet.diagnose.checks import discover
-from whet.diagnose.decode import as_decode
+from whet.diagnose.decode import as_decode, built_in
 from whet.diagnose.run import Check, Finding, Run
 from whet.diagnose.script import run_script
 from whet.diagnose.target import CannotRun, Target, raised, resolve, unmoved
@@ -53,6 +53,8 @@ def open_target(text: str, kind: str | None = None, argv: list[str] | None = Non
         if kind == "train" and made.kind != "train":
             raise CannotRun(f"{text}: --train, but the script trains no model that it calls")
         return made
+    if kind == "decode" and (found := built_in(text)) is not None:
+        return found
     target = resolve(text, "train" if kind == "train" else None)
     if kind == "decode":
         return as_decode(target)

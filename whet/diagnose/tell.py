@@ -179,10 +179,11 @@ NAMED = (  # (in the module's path, in the op): the first that fits
     ("output projection", r"(o_proj|out_proj|attn\.c_proj|\.o)$", ""),
     ("gate and up", r"(gate_proj|up_proj|gate_up|c_fc)$", ""), ("down", r"(down_proj|\.down|mlp\.c_proj)$", ""),
     ("activation", r"(act|act_fn|mlp|swiglu)[^.]*$", ""),
-    ("head", r"(lm_head|head)$", ""), ("embedding", r"(embed|wte|wpe|embed_tokens)$", ""), ("rope", r"rotary", ""),
+    ("head", r"(lm_head|head)$", ""), ("embedding", r"(embed|wte|wpe|embed_tokens)$", ""), ("rope", r"rotary|\.rope$", ""),
     ("cache", r"attn|attention", r"cat|copy_|index_copy|slice_scatter"),
     ("attention", r"attn|attention", r"scaled_dot_product|softmax|bmm|flash|attention"),
     ("rope", r"attn|attention", r"mul|neg|sin|cos|add|cat"), ("residual", r"(layers|blocks|h)\.\d+$", r"add"),
+    ("cache", r"layers\.\d+$", r"index_put|arange"), ("attention", r"layers\.\d+$", r"bmm|softmax|masked|mul|div|le$|not|copy"),
 )
 
 

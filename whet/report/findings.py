@@ -90,6 +90,29 @@ def show_profile(console: Console, made: dict) -> None:
         console.print(whatif_table(made))
     told = f"{made['launches']} kernels, GPU busy {ms(made['busy_ms'])} ms, {made['syncs']} waits for the GPU"
     console.print(told if made["device"] == "cuda" else f"{made['launches']} ops, {ms(made['busy_ms'])} ms in them")
+    if made.get("after"):
+        show_after(console, made)
+
+
+def show_after(console: Console, made: dict) -> None:
+    """A decoder's token before and after, and what it is made of after."""
+    after, work = made["after"], "kernels" if made["device"] == "cuda" else "ops"
+    busy = "GPU busy ms" if made["device"] == "cuda" else "ms in ops"
+    table = Table("one token", "ms", "tokens/s", work, busy, "of floor", title="before and after", title_justify="left")
+    for name, m in (("before: plain formulas, launched one by one", made | {"tokens_per_s": 1e3 / made["step"]["ms"]}),
+                    ("after: decode ops" + (", one graph" if made["device"] == "cuda" else ""), after)):
+        share = percent(after["floor_ms"] / m["step"]["ms"]) if "floor_ms" in after else "-"
+        rate = f"{m['tokens_per_s']:.0f}"
+        table.add_row(name, ms(m["step"]["ms"]), rate, f"{m['launches']:g}", ms(m["busy_ms"]), share)
+    console.print(table)
+    if after["layers"]:
+        console.print(layers_table(after))
+    table = Table("kernel" if made["device"] == "cuda" else "op", "ms", "times", title="after: most time", title_justify="left")
+    for k in after["kernels"]:
+        table.add_row(k["name"][:90], ms(k["ms"]), f"{k['count']:g}")
+    console.print(table)
+    floor = f", {after['floor_ms'] * 1e3:.0f} us at the measured copy rate" if "floor_ms" in after else ""
+    console.print(f"a token must read {after['bytes'] / 1e6:.1f} MB{floor}")
 
 
 def layers_table(made: dict) -> Table:
@@ -97,7 +120,7 @@ def layers_table(made: dict) -> Table:
     title = f"one token: {made['tokens_per_s']:.0f} tokens/s"
     table = Table("part", "ms", "share", "kernels", title=title, title_justify="left")
     for row in made["layers"]:
-        table.add_row(row["part"], ms(row["ms"]), percent(row["share"]), str(row["launches"]))
+        table.add_row(row["part"], ms(row["ms"]), percent(row["share"]), f"{row['launches']:g}")
     return table
 
 

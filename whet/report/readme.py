@@ -16,7 +16,7 @@ from pathlib import Path
 
 from whet.choices import implied
 from whet.op import SIMPLICITY, Call, Impl, Op, base, discover, ours, untiled
-from whet.report import clinic_tables
+from whet.report import clinic_tables, decode
 from whet.report.markdown import MODES, Records, absent, by_machine, grid, merged, order, read, shape, source, times, versions
 from whet.report.tables import best, left_out, ms, percent, proved, roofline
 
@@ -184,7 +184,7 @@ def machine(root: Path) -> str:
 
 TABLES: dict[str, Callable[[Path], str]] = {
     "bench": bench, "summary": summary, "plans": plans, "machine": machine,
-    "checks": clinic_tables.checks, "predictions": clinic_tables.predictions,
+    "checks": clinic_tables.checks, "predictions": clinic_tables.predictions, **decode.TABLES,
 }
 
 
@@ -232,8 +232,10 @@ def op_section(op: Op) -> str:
         for name, impl in op.impls.items()
     ]
     parameters = [*op.signature.parameters.values(), inspect.Parameter("impl", inspect.Parameter.KEYWORD_ONLY, default="auto")]
+    changed = f" Changes in place: {', '.join(op.mutates)}." if op.mutates else ""
+    gradients = f"Gradients: {', '.join(op.grads)}." if op.grads else "For inference: no gradients."
     notes = [
-        f"Gradients: {', '.join(op.grads)}. Untuned calls get `{op.stock}`.",
+        f"{gradients}{changed} Untuned calls get `{op.stock}`.",
         f"Sizes bucketed by powers of two when tuned: {', '.join(op.dynamic) or 'none'}.",
         f"Shapes that `whet bench {op.name}` times: {', '.join(op.shapes)}.",
         *(note for name, impl in op.impls.items() for note in impl_notes(name, impl)),

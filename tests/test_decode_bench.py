@@ -1,0 +1,209 @@
+"""What a system must show before it is timed, rivals that compute the same model, and a bench that keeps what it measured."""
+
+import io
+import json
+import subprocess
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from rich.console import Console
+from test_cli import example, invoke, said
+
+from whet.decode import agree, bench, contender, evidence, rivals
+from whet.decode.quantize import quantize
+from whet.models.qwen3 import Config, random_weights
+from whet.report import decode as tables
+
+SMALL = Config(vocab=97, hidden=32, layers=2, heads=4, kv_heads=2, head_dim=16, ffn=64, max_positions=64)
+STRETCHED = dict(rope_type="llama3", factor=8.0, low_freq_factor=1.0, high_freq_factor=4.0, original_max_position_embeddings=16)
+FAMILIES = {
+    "qwen3": SMALL,
+    "qwen2": replace(SMALL, name="qwen2", qk_norm=False, qkv_bias=True),
+    "llama": replace(SMALL, name="llama", qk_norm=False, tied=False, rope_scaling=STRETCHED),
+    "mistral": replace(SMALL, name="mistral", qk_norm=False, tied=False),
+}
+
+
+@pytest.fixture(autouse=True)
+def one_thread():
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+def made(c: Config = SMALL, device: str = "cpu"):
+    """Biases and norms away from 0 and 1, where one that is left out would not show."""
+    model = random_weights(c, device=device, dtype=torch.float32).requires_grad_(False)
+    generator = torch.Generator(device).manual_seed(7)
+    for name, p in model.named_parameters():
+        if p.dim() == 1:
+            p.add_(torch.rand(p.shape, generator=generator, device=device) - 0.5)
+        elif name != "embed":
+            p.mul_(5)
+    return model
+
+
+def tokens_of(c: Config, *shape: int) -> torch.Tensor:
+    return torch.randint(c.vocab, shape, generator=torch.Generator().manual_seed(3))
+
+
+def truth_of(model, batch: int = 2, context: int = 11) -> agree.Truth:
+    prompt, forced = (tokens_of(model.c, *shape).to(model.embed.device) for shape in ((1, context), (batch, agree.CHECKED)))
+    return agree.Truth(model, prompt, forced)
+
+
+@pytest.fixture
+def uncompiled(monkeypatch):
+    """Rivals as they are written: compiling each takes a minute and changes no meaning."""
+    monkeypatch.setattr(rivals, "compiled", lambda one, tuned=False: one)
+
+
+@pytest.mark.parametrize("rival", rivals.RIVALS)
+@pytest.mark.parametrize("family", FAMILIES)
+def test_every_rival_computes_the_model_of_every_family(family, rival, device, uncompiled):
+    model = made(FAMILIES[family], device)
+    with rivals.quiet():
+        system = rivals.RIVALS[rival](model, 2, 24)
+        verdict = truth_of(model).judge(system)
+    assert verdict.ok, verdict.why
+    before = system.chain(3)
+    system.run(3)
+    assert torch.equal(system.chain(3), before), "rewind gives the same tokens again"
+
+
+def test_a_window_is_kept_by_hand_and_refused_where_it_cannot_be_rewound(uncompiled):
+    model = made(replace(FAMILIES["mistral"], window=6))
+    assert truth_of(model).judge(rivals.GptFast(model, 2, 24)).ok
+    with pytest.raises(ValueError, match="sliding window"):
+        rivals.Transformers(model, 2, 24)
+
+
+@pytest.mark.parametrize("quant", ["", "int8", "int4", "fp8"])
+def test_whets_own_decoder_is_held_to_the_same_truth(quant, device):
+    model = made(replace(SMALL, hidden=64), device)
+    if quant:
+        quantize(model, quant)
+    verdict = truth_of(model).judge(contender.Graph(model, 2, 24))
+    assert verdict.ok, verdict.why
+
+
+class Wrong(contender.Graph):
+    def step(self, token):
+        chosen, logits = super().step(token)
+        return chosen, logits * 1.001
+
+
+class Careless(contender.Graph):
+    """Right logits, wrong tokens: what it would do by itself is looked at too."""
+
+    def chain(self, tokens):
+        return (super().chain(tokens) + 1) % SMALL.vocab
+
+
+@pytest.mark.parametrize("kind, reason", [(Wrong, "logits: "), (Careless, "a chosen token's logit is ")])
+def test_a_system_that_is_wrong_is_seen(kind, reason):
+    verdict = truth_of(made()).judge(kind(made(), 2, 24))
+    assert not verdict.ok and verdict.why.startswith(reason)
+
+
+@pytest.fixture
+def few(monkeypatch):
+    """One system of whet's, so that a bench takes a second."""
+    monkeypatch.setattr(bench, "OURS", {"whet graph": contender.Graph})
+    monkeypatch.setattr(bench, "PREFILL", 16)
+    monkeypatch.setattr(bench, "LEAST", 2)
+
+
+def benched(*options: str, **given) -> dict:
+    asked = "--model qwen3:tiny --context 16 --batch 1 --tokens 4 --seconds 0.01 --no-start --device cpu --json"
+    result = invoke("bench", "decode", *asked.split(), *options)
+    assert result.exit_code == given.get("exit_code", 0), result.output
+    return json.loads(result.stdout)
+
+
+def test_bench_example_verifies_times_and_keeps_a_record(few):
+    result = invoke(*example("bench decode"))
+    assert result.exit_code == 0, result.stderr
+    for word in ("whet, one graph a token", "tokens/s", "of floor", "prefill of 16 tokens", "record: records/"):
+        assert word in result.stdout
+    (path,) = Path("records").iterdir()
+    kept = json.loads(path.read_text())
+    (row,) = kept["measured"]["rows"]
+    assert row["ok"] and 0 < row["low"] <= row["ms"] <= row["high"] and row["share"] < 1
+    if kept["machine"]["device"] == "cpu":
+        assert path.name == "cpu-decode-qwen3-tiny.json" and "say nothing about" in kept["measured"]["note"]
+        assert "of_floor" not in row and "note: No GPU" in result.stdout
+    assert row["tokens_per_s"] == pytest.approx(1e3 / row["ms"], rel=1e-3)
+
+
+def test_bytes_are_the_weights_once_and_each_rows_cache(few):
+    found = benched("--batch", "1,3", "--quant", "int8", "--skip-rivals")["measured"]["rows"]
+    sizes = {(r["quant"], r["batch"]): r["bytes"] for r in found}
+    cache = 2 * 2 * 2 * 64 * 18 * 4  # k and v, layers, heads, columns, tokens at the middle of the run, float32
+    assert sizes["", 3] - sizes["", 1] == 2 * cache == sizes["int8", 3] - sizes["int8", 1]
+    assert 3.5 < (sizes["", 1] - cache) / (sizes["int8", 1] - cache) < 4
+    assert all(r["ok"] for r in found)
+
+
+class Absent(contender.Contender):
+    def __init__(self, *_):
+        raise ImportError("No module named 'transformers'")
+
+
+def test_a_rival_that_is_missing_wrong_or_late_is_left_out_with_the_reason(few, monkeypatch):
+    monkeypatch.setattr(rivals, "RIVALS", {"absent": Absent, "wrong": Wrong, "right": contender.Graph})
+    rows = {r["system"]: r for r in benched("--rivals", "all")["measured"]["rows"]}
+    assert rows["right"]["ms"] and rows["whet graph"]["together"] == 2
+    assert rows["absent"]["why"] == "ImportError: No module named 'transformers'" and "exceeds" in rows["wrong"]["why"]
+    screen = io.StringIO()
+    tables.show(Console(file=screen, width=200), json.loads(next(Path("records").iterdir()).read_text())["measured"])
+    assert "not timed: absent (batch 1 context 16): ImportError: No module named 'transformers'" in screen.getvalue()
+    rows = {r["system"]: r for r in benched("--rivals", "right", "--rival-seconds", "0")["measured"]["rows"]}
+    assert "used up" in rows["right"]["why"] and rows["whet graph"]["ms"]
+
+
+def test_one_that_fails_while_it_is_timed_costs_itself_only(few, monkeypatch):
+    class Breaks(contender.Graph):
+        def run(self, tokens):
+            raise RuntimeError("lost\nmore")
+
+    monkeypatch.setattr(rivals, "RIVALS", {"breaks": Breaks})
+    rows = {r["system"]: r for r in benched("--rivals", "all")["measured"]["rows"]}
+    assert rows["breaks"]["why"] == "RuntimeError: lost" and not rows["breaks"]["ok"] and rows["whet graph"]["ms"]
+
+
+def test_a_stopped_bench_keeps_what_was_measured(few, monkeypatch):
+    def stop(self):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(bench.Bench, "prefill", stop)
+    kept = benched("--skip-rivals", exit_code=130)
+    assert kept["measured"]["stopped"] and kept["measured"]["rows"][0]["ms"]
+    assert json.loads(next(Path("records").iterdir()).read_text()) == kept
+    monkeypatch.setattr(bench.Bench, "point", lambda *_, **__: stop(None))
+    result = invoke("bench", "decode", "--model", "qwen3:tiny", "--skip-rivals", "--no-start", "--device", "cpu")
+    assert result.exit_code == 130 and said(result) == ["whet: stopped; nothing was measured yet, so there is nothing to keep"]
+
+
+def test_a_fresh_process_says_how_long_it_took_to_its_first_token(tmp_path, monkeypatch):
+    rivals.save_hf(made(), tmp_path / "model")
+    told = evidence.child(tmp_path / "model", "cpu")
+    assert told["since_start_s"] >= told["imported_s"] + told["loaded_s"] > 0
+    monkeypatch.setattr(evidence, "child", lambda where, device: {"since_start_s": float(where.exists())})
+    assert evidence.starts(made(), None)["warm"]["since_start_s"] == 1.0
+    monkeypatch.undo()
+    failed = subprocess.CompletedProcess([], 2, stdout="", stderr="a warning\nwhet: no config.json\n")
+    monkeypatch.setattr(evidence.subprocess, "run", lambda *_, **__: failed)
+    with pytest.raises(ValueError, match="did not start: whet: no config.json"):
+        evidence.child(tmp_path, "cpu")
+
+
+def test_quality_compares_each_quant_and_transformers_and_says_what_was_random():
+    found = evidence.graded("qwen3:tiny", "cpu", ["int8", "int4"], lambda *_: None)
+    assert {r["name"] for r in found["rows"]} == {"bfloat16", "transformers", "int8", "int4"} and found["verdict"]["ok"]
+    kl = {r["name"]: r["kl"] for r in found["rows"]}
+    assert kl["bfloat16"] < kl["int8"] < kl["int4"]
+    assert found["weights"] in ("random", "real") and json.dumps(found)

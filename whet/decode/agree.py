@@ -1,0 +1,114 @@
+"""Does a system that decodes compute the model's function? What it must show before it is timed.
+
+Its logits on given tokens, and the tokens it chooses by itself, against the model in a wider dtype by plain formulas. The
+budget follows from the error of the same formulas in the model's own dtype, as everywhere else (whet/verify.py).
+"""
+
+import contextlib
+import functools
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+
+from whet.choices import Choices
+from whet.decode.contender import CHUNK, Contender, column
+from whet.decode.quality import full_float32
+from whet.models.qwen3 import Qwen3
+from whet.verify import VALUE_FACTOR, Verdict, judge
+
+CHECKED = 8  # tokens compared
+MOST_ROWS = 3  # of a batch: its first, one within and its last
+
+
+@functools.cache
+def formulas() -> Choices:
+    return Choices(default="eager")
+
+
+@contextlib.contextmanager
+def by_formulas(model: Qwen3) -> Iterator[None]:
+    """Every op its plain formula."""
+    before, model.ops = model.ops, formulas()
+    try:
+        yield
+    finally:
+        model.ops = before
+
+
+@torch.no_grad()
+def widened(model: Qwen3) -> Qwen3:
+    """The function that the stored weights mean, quantised or not, in float32; of a model in float32, in float64."""
+    dtype = torch.float64 if model.embed.dtype == torch.float32 else torch.float32
+    wide = Qwen3(model.c, "plain", device=model.embed.device, dtype=dtype).requires_grad_(False)
+    ours, theirs = dict(wide.named_modules()), dict(model.named_modules())
+    for path, module in theirs.items():
+        for name, p in module.named_parameters(recurse=False):
+            if name != "data":
+                getattr(ours[path], name).copy_(p)
+            elif module is not model.head or not shares_embedding(model):
+                ours[path].replace(module.dense(dtype), None)
+    return wide
+
+
+def shares_embedding(model: Qwen3) -> bool:
+    return model.head.data is model.embed
+
+
+class Prompt:
+    """A model that has read a prompt (1, C), for `rows` continuations of up to CHECKED tokens."""
+
+    @torch.no_grad()
+    def __init__(self, model: Qwen3, prompt: torch.Tensor, rows: int):
+        c, self.model, self.length = model.c, model, prompt.shape[1]
+        where: dict[str, Any] = dict(device=model.embed.device, dtype=model.embed.dtype)
+        one = [torch.zeros(c.layers, 1, c.kv_heads, self.length, c.head_dim, **where) for _ in range(2)]
+        for start in range(0, self.length, CHUNK):
+            self.extend(prompt[:, start : start + CHUNK], one, start)
+        shape = (c.layers, rows, c.kv_heads, self.length + CHECKED, c.head_dim)
+        self.cache = [torch.zeros(shape, **where) for _ in range(2)]
+        for held, t in zip(self.cache, one):
+            held[:, :, :, : self.length] = t
+
+    def extend(self, tokens, cache, start: int) -> torch.Tensor:
+        at = torch.full((tokens.shape[0],), start, dtype=torch.int64, device=tokens.device)
+        with by_formulas(self.model), full_float32():
+            return self.model.extend(tokens, cache[0], cache[1], at, start=start)
+
+    @torch.no_grad()
+    def logits(self, tokens: torch.Tensor) -> torch.Tensor:
+        """(rows, T, V) of tokens (rows, T) behind the prompt."""
+        hidden = self.extend(tokens, self.cache, self.length)
+        with by_formulas(self.model), full_float32():
+            return self.model.logits(hidden)
+
+
+class Truth:
+    """What every system with these weights must give after one prompt, and by how much it may differ."""
+
+    def __init__(self, model: Qwen3, prompt: torch.Tensor, forced: torch.Tensor):
+        """prompt (1, C); forced (B, CHECKED): the tokens that each row of the batch is then given."""
+        batch = forced.shape[0]
+        self.prompt, self.forced = prompt, forced
+        self.rows = sorted({0, batch // 2, batch - 1})[:MOST_ROWS]
+        self.step = torch.finfo(model.embed.dtype).eps
+        self.oracle = Prompt(widened(model), prompt, len(self.rows))
+        self.wanted = self.oracle.logits(forced[self.rows])
+        self.eager = Prompt(model, prompt, len(self.rows)).logits(forced[self.rows])
+
+    def judge(self, contender: Contender) -> Verdict:
+        """Its logits on the forced tokens, then the tokens it chooses after the first of them."""
+        contender.feed(self.prompt, column(self.forced, 0))
+        given = contender.forced(self.forced)[self.rows]
+        verdict = judge({"logits": given}, {"logits": self.eager}, {"logits": self.wanted}, self.step)
+        return self.chosen(contender.chain(CHECKED)[self.rows], verdict) if verdict.ok else verdict
+
+    def chosen(self, chain: torch.Tensor, verdict: Verdict) -> Verdict:
+        """Each token it chose must be the likeliest, or so near to it that two logits within their budgets change places."""
+        worst = (self.eager - self.wanted).abs().max().item() + self.step * self.wanted.abs().max().item()
+        logits = self.oracle.logits(torch.cat([self.forced[self.rows, :1], chain[:, :-1]], 1))
+        gap = (logits.amax(-1) - logits.gather(-1, chain[..., None]).squeeze(-1)).max().item()
+        budget = 2 * VALUE_FACTOR * worst
+        if gap <= budget:
+            return verdict
+        return Verdict(False, gap, budget, f"a chosen token's logit is {gap:.2e} below the likeliest's, more than {budget:.2e}")

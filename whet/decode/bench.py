@@ -1,0 +1,320 @@
+"""Tokens a second of whet's decoder and of its rivals, verified, then timed in turns, beside the bandwidth floor.
+
+What is timed is a run of greedy tokens after a prompt that fills the cache to the context asked for, the same tokens again in
+each round; the host waits for none of them. The L2 cache is not flushed between runs: every step reads all weights, twenty
+times what the largest L2 holds, so nothing of the step before is left in it.
+"""
+
+import functools
+import gc
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from whet import measure
+from whet.decode import evidence, rivals
+from whet.decode.agree import CHECKED, Truth
+from whet.decode.cache import free_bytes
+from whet.decode.contender import OURS, Contender, Graph
+from whet.decode.load import open_model
+from whet.decode.quantize import QUANTS, bytes_per_token, quantize, weights
+from whet.decode.runner import RING
+from whet.models.qwen3 import Qwen3
+
+PREFILL = 2048  # tokens of the prompt whose reading is timed
+LEAST = 9  # runs of each system, however slow the slowest is
+Progress = Callable[[str, int, int], None]
+Keep = Callable[[dict], None]
+
+
+@dataclass
+class Asked:
+    """What is to be measured."""
+
+    model: str = "qwen3:0.6b"  # a size for random weights, or a folder or file with weights
+    contexts: list[int] = field(default_factory=lambda: [128, 1024, 4096, 16384])
+    batches: list[int] = field(default_factory=lambda: [1, 8, 64])
+    quants: list[str] = field(default_factory=list)
+    rivals: list[str] = field(default_factory=list)
+    tokens: int = 32  # a run
+    seconds: float = 1.0  # of measuring for each system at each point
+    rival_seconds: float = 1200.0  # after which no rival is begun
+    start: bool = True  # time fresh processes to their first token
+    quality: bool = False
+    device: str = "auto"
+
+    def __post_init__(self):
+        if unknown := [q for q in self.quants if q not in QUANTS]:
+            raise ValueError(f"bench decode: unknown quant {unknown[0]!r}; there are {', '.join(QUANTS)}")
+        for name, values in (("context", self.contexts), ("batch", self.batches)):
+            if not values or min(values) < 1:
+                raise ValueError(f"bench decode: {name} must be whole numbers from 1 on, got {values}")
+        if not 1 <= self.tokens <= RING:
+            raise ValueError(f"bench decode: tokens must be from 1 to {RING}, got {self.tokens}")
+
+    @property
+    def ahead(self) -> int:
+        """Tokens that a row comes to behind its context."""
+        return max(self.tokens, CHECKED)
+
+    @property
+    def points(self) -> list[tuple[int, int]]:
+        return [(batch, context) for batch in self.batches for context in self.contexts]
+
+    @property
+    def rival_points(self) -> list[tuple[int, int]]:
+        """Every context at the first batch, every batch at the first context: compiling a rival for one takes minutes."""
+        return [(b, c) for b, c in self.points if b == self.batches[0] or c == self.contexts[0]]
+
+
+def existing(name: str) -> Path | None:
+    return path if (path := Path(name).expanduser()).exists() else None
+
+
+def opened(name: str, device: str = "auto", dtype: str = "auto"):
+    """The model and its text; a path is a path, any other name a size for random weights."""
+    if existing(name):
+        return open_model(name, device=device, dtype=dtype)
+    return open_model(random_weights=name, device=device, dtype=dtype)
+
+
+def quantised_copy(model: Qwen3, quant: str) -> Qwen3:
+    made = Qwen3(model.c, model.variant, model.ops, device=model.embed.device, dtype=model.embed.dtype)
+    made.load_state_dict(model.state_dict())
+    quantize(made.requires_grad_(False), quant)
+    return made
+
+
+def reason_of(e: BaseException) -> str:
+    """One line."""
+    if isinstance(e, torch.OutOfMemoryError):
+        return "out of memory"
+    said = next((line.strip() for line in str(e).splitlines() if line.strip()), "")
+    return said[:300] if isinstance(e, ValueError) and said else f"{type(e).__name__}: {said[:300]}"
+
+
+def release() -> None:
+    """Memory of what is gone, back to the device before the next system asks for it."""
+    if torch.cuda.is_available():
+        gc.collect()
+        torch.cuda.empty_cache()
+
+
+class Bench:
+    """measured is what a record holds; it is kept after every part, so that a run that is stopped loses one part."""
+
+    def __init__(self, asked: Asked, keep: Keep = lambda measured: None, progress: Progress = lambda text, done, total: None):
+        self.asked, self.keep, self.progress = asked, keep, progress
+        model, text = opened(asked.model, asked.device)
+        longest = max(asked.contexts) + asked.ahead
+        if longest > model.c.max_positions:
+            told = f"{max(asked.contexts)} + {asked.ahead} tokens"
+            raise ValueError(f"bench decode: context {told} must fit {asked.model}'s {model.c.max_positions} positions")
+        self.models: dict[str, Qwen3] = {"": model}
+        self.gpu, self.text = model.embed.device.type == "cuda", text
+        self.roof, self.begun = measure.ceilings(), 0.0
+        self.rows: dict[tuple, dict] = {}
+        random = existing(asked.model) is None
+        self.measured: dict[str, Any] = {
+            "model": asked.model if random else Path(asked.model).name, "weights": "random" if random else "real",
+            "dtype": str(model.embed.dtype).removeprefix("torch."), "device": model.embed.device.type,
+            "parameters": sum(p.numel() for p in model.parameters()), "layers": model.c.layers,
+            "tokens": asked.tokens, "ceilings": {"copy_gbs": self.roof.copy_gbs, "tflops": dict(self.roof.tflops)}, "rows": [],
+            "note": "" if self.gpu else "No GPU: these times say nothing about one.",
+        }
+
+    def save(self, **part) -> None:
+        self.measured |= part | {"rows": list(self.rows.values())}
+        self.keep(self.measured)
+
+    def tokens(self, *shape: int) -> torch.Tensor:
+        model = self.models[""]
+        generator = torch.Generator().manual_seed(sum(shape))
+        return torch.randint(model.c.vocab, shape, generator=generator).to(model.embed.device)
+
+    def run(self) -> dict:
+        asked = self.asked
+        self.save()
+        for quant in asked.quants:
+            self.progress(f"quantising to {quant}", 0, len(asked.points))
+            self.models[quant] = quantised_copy(self.models[""], quant)
+        for i, point in enumerate(asked.points):
+            self.progress("batch {}, context {}".format(*point), i, len(asked.points))
+            self.point(*point, ours=OURS, others={})
+        self.progress("prefill", 0, 1)
+        self.save(prefill=self.prefill())
+        if asked.start:
+            self.progress("start to first token", 0, 1)
+            self.save(start=self.attempt(lambda: evidence.starts(self.models[""], existing(asked.model), asked.device)))
+        if asked.quality:
+            graded = functools.partial(evidence.graded, asked.model, asked.device, asked.quants, self.progress)
+            self.save(quality=self.attempt(graded))
+        self.begun = measure.now()
+        for i, point in enumerate(asked.rival_points if asked.rivals else []):
+            self.progress("rivals: batch {}, context {}".format(*point), i, len(asked.rival_points))
+            if self.late():
+                self.rows |= {(name, "", *point): self.lost(name, "", *point, self.late()) for name in asked.rivals}
+            else:
+                self.point(*point, ours=OURS, others={name: rivals.RIVALS[name] for name in asked.rivals})
+        self.save()
+        return self.measured
+
+    def late(self) -> str:
+        """Why no rival is begun any more, or nothing."""
+        limit = self.asked.rival_seconds
+        return f"not begun: the {limit:.0f} s for rivals were used up" if measure.now() - self.begun > limit else ""
+
+    def point(self, batch: int, context: int, ours: dict, others: dict) -> None:
+        """Every system at one batch and context: built, verified, timed in turns. What is timed replaces an earlier row."""
+        for quants in self.together(batch, context):
+            self.in_turns(quants, batch, context, ours, others)
+        self.save()
+
+    def together(self, batch: int, context: int) -> list[list[str]]:
+        """Weights whose systems are timed in turns: all, or each alone where their caches would not fit side by side."""
+        model = self.models[""]
+        held = 2 * batch * (context + self.asked.ahead) * (bytes_per_token(model, 1) - bytes_per_token(model, 0))
+        fits = len(OURS) * len(self.models) * held < free_bytes(model.embed.device) / 2
+        return [list(self.models)] if fits else [[quant] for quant in self.models]
+
+    def in_turns(self, quants: list[str], batch: int, context: int, ours: dict, others: dict) -> None:
+        ready: dict[tuple, tuple[dict, Contender]] = {}
+        fresh: dict[tuple, dict] = {}
+        for quant in quants:
+            try:
+                model = self.models[quant]
+                truth = Truth(model, self.tokens(1, context), self.tokens(batch, CHECKED))
+            except Exception as e:
+                why = f"nothing to verify against: {reason_of(e)}"
+                fresh["whet", quant, batch, context] = self.lost("whet", quant, batch, context, why)
+                continue
+            for name, kind in (ours | ({} if quant else others)).items():
+                row, contender = self.built(kind, name, quant, batch, context, truth)
+                fresh[name, quant, batch, context] = row
+                if contender is not None:
+                    ready[name, quant, batch, context] = row, contender
+            del truth
+            release()
+        self.timed(ready)
+        for _, contender in ready.values():
+            contender.close()
+        self.rows |= {key: row for key, row in fresh.items() if row.get("ms") or not self.rows.get(key, {}).get("ms")}
+        del ready
+        release()
+
+    @staticmethod
+    def attempt(part: Callable[[], dict]) -> dict:
+        """A part that fails says why, and the others go on."""
+        try:
+            return part()
+        except Exception as e:
+            return {"why": reason_of(e)}
+        finally:
+            release()
+
+    def lost(self, name: str, quant: str, batch: int, context: int, why: str = "") -> dict:
+        return {"system": name, "quant": quant, "batch": batch, "context": context, "ok": False, "why": why}
+
+    def built(self, kind, name: str, quant: str, batch: int, context: int, truth: Truth) -> tuple[dict, Contender | None]:
+        row, begun = self.lost(name, quant, batch, context), measure.now()
+        if name in rivals.RIVALS and (why := self.late()):
+            return row | {"why": why}, None
+        try:
+            with rivals.quiet():
+                contender = kind(self.models[quant], batch, context + self.asked.ahead)
+                verdict = truth.judge(contender)
+        except Exception as e:
+            return row | {"why": reason_of(e)}, None
+        row |= {"ok": verdict.ok, "why": verdict.why, "share": round(verdict.share, 4)}
+        row["ready_s"] = round(measure.now() - begun, 1)
+        if not verdict.ok:
+            contender.close()
+            return row, None
+        return row, contender
+
+    def timed(self, ready: dict[tuple, tuple[dict, Contender]]) -> None:
+        """In turns; where they fail together, each alone, so that one that fails costs itself only."""
+        n = self.asked.tokens
+        runs: dict[str, Callable] = {str(i): functools.partial(c.run, n) for i, (_, c) in enumerate(ready.values())}
+        try:
+            with rivals.quiet():
+                found = measure.compare(runs, seconds=self.asked.seconds, flush=False, least=LEAST)
+        except Exception as e:
+            if len(ready) == 1:
+                (row, _), = ready.values()
+                row |= {"ok": False, "why": reason_of(e)}
+                return
+            for key, one in ready.items():
+                self.timed({key: one})
+            return
+        for (row, _), timing in zip(ready.values(), found.values()):
+            each = {f: round(getattr(timing, f) / n, 6) for f in ("ms", "low", "high")} | {"samples": timing.samples}
+            row |= each | self.figures(row, each["ms"]) | {"together": len(runs)}
+
+    def bytes_of(self, quant: str, batch: int, context: int) -> int:
+        """What a step must read at the middle of a run: the weights once, each row's keys and values."""
+        model, middle = self.models[quant], context + self.asked.tokens // 2
+        weights_only = bytes_per_token(model, 0)
+        return weights_only + batch * (bytes_per_token(model, middle) - weights_only)
+
+    def figures(self, row: dict, ms: float) -> dict:
+        moved = self.bytes_of(row["quant"], row["batch"], row["context"])
+        floor = moved / self.roof.copy_gbs / 1e6
+        found = {"tokens_per_s": round(row["batch"] / ms * 1e3, 2), "bytes": moved, "floor_ms": round(floor, 6)}
+        return found | ({"tb_s": round(moved / ms / 1e9, 4), "of_floor": round(floor / ms, 4)} if self.gpu else {})
+
+    def prefill(self) -> list[dict]:
+        """A prompt of PREFILL tokens read and the first token chosen; Transformers' eager forward of the same beside it."""
+        model = self.models[""]
+        length = min(PREFILL, model.c.max_positions - CHECKED)
+        prompt, first = self.tokens(1, length), self.tokens(1, 1)
+        kinds: dict[str, type[Contender]] = {"whet": Graph}
+        if "transformers" in self.asked.rivals:
+            kinds["transformers"] = rivals.RIVALS["transformers"]
+        rows, runs = {name: self.lost(name, "", 1, length) for name in kinds}, {}
+        for name, kind in kinds.items():
+            try:
+                contender = kind(model, 1, length + CHECKED)
+                contender.feed(prompt, first)
+                runs[name] = contender.reading(prompt, first)
+            except Exception as e:
+                rows[name]["why"] = reason_of(e)
+        flops, rate = prefill_flops(model, length), self.roof.tflops.get(self.measured["dtype"])
+        for name, timing in self.compared(runs, rows).items():
+            tflops = flops / timing.ms / 1e9
+            told = {"tflops": round(tflops, 3)} | ({"of_ceiling": round(tflops / rate, 4)} if rate and self.gpu else {})
+            told |= {"ok": True, "tokens_per_s": round(length / timing.ms * 1e3, 1), "flops": flops}
+            rows[name] |= timing.as_dict() | told
+        return list(rows.values())
+
+
+    def compared(self, runs: dict[str, Callable], rows: dict[str, dict]) -> dict[str, measure.Timing]:
+        try:
+            return measure.compare(runs, seconds=self.asked.seconds, flush=False)
+        except Exception as e:
+            for name in runs:
+                rows[name]["why"] = reason_of(e)
+            return {}
+
+
+def prefill_flops(model: Qwen3, tokens: int) -> int:
+    """Products of every token with the layers' weights, of the last with the head, and causal attention."""
+    c = model.c
+    products = sum(w.data.numel() for name, w in weights(model) if name != "head") * tokens + c.vocab * c.hidden
+    seen = sum(min(i, c.window or i) for i in range(1, tokens + 1))
+    return 2 * products + 4 * c.layers * c.heads * c.head_dim * seen
+
+
+def summaries(rows: list[dict]) -> Iterator[str]:
+    """One sentence for each point: the fastest of whet's against the fastest rival."""
+    for point in dict.fromkeys((r["batch"], r["context"]) for r in rows):
+        here = [r for r in rows if (r["batch"], r["context"]) == point and r.get("ms") and not r["quant"]]
+        ours = max((r for r in here if r["system"] in OURS), key=lambda r: r["tokens_per_s"], default=None)
+        best = max((r for r in here if r["system"] not in OURS), key=lambda r: r["tokens_per_s"], default=None)
+        if ours and best:
+            ratio = ours["tokens_per_s"] / best["tokens_per_s"]
+            told = f"{ours['system']} {ratio:.2f}x {best['system']}, the fastest other"
+            yield f"batch {point[0]}, context {point[1]}: {told}"

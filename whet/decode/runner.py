@@ -1,0 +1,213 @@
+"""A model, its cache and the state of the sequences in it, all on the device: prompts go in, tokens come out in bursts.
+
+A step feeds each row's token at its position, chooses the next one and moves on; nothing of that is read by the host. On a
+GPU a step is captured as a graph, one for each number of rows, context bucket and way of choosing, and replayed. What a
+burst of steps chose is copied to pinned memory behind it, and read when its mark is reached, while the next burst runs.
+"""
+
+import contextlib
+import functools
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from whet import measure
+from whet.decode.cache import BLOCK, Cache, power_of_two
+from whet.decode.sampling import Sampling, sample
+
+PREFILL_CHUNK = 2048  # tokens of a prompt fed at once
+RING = 64  # tokens of each row that a burst can choose at most
+
+
+def mode_of(sampling: Sampling) -> str:
+    return "greedy" if sampling.greedy else "filtered" if sampling.filtered else "sampled"
+
+
+@dataclass
+class Burst:
+    """Tokens on their way to the host. A token whose logits were not finite reads -1."""
+
+    tokens: torch.Tensor  # (rows, n)
+    logits: torch.Tensor | None  # of the same shape, where the tokens were chosen greedily
+    clock: torch.Tensor | None  # the device's clock behind the burst, where the host cannot know it
+    begin: measure.Mark
+    end: measure.Mark
+
+    def read(self) -> list[list[int]]:
+        """Waits for the burst."""
+        self.end.wait()
+        if self.logits is None:
+            return self.tokens.tolist()
+        return torch.where(self.logits.isfinite(), self.tokens, -1).tolist()
+
+    @property
+    def seconds(self) -> float:
+        return self.end.since(self.begin)
+
+
+class Runner:
+    """The state of up to `rows` sequences. Row b of the state goes with row b of the cache.
+
+    token     (rows,) the token that is fed next
+    clock     each row's position, the column of `emitted` that comes next, tokens drafted and agreed with (speculation)
+    pace      what a step adds to each of clock: 0 for a row that is idle, which is fed at one place again and again
+    emitted   (rows, RING) what a burst chose, and the logits
+    capture   how a step becomes a graph; None where steps are plain calls, as on a CPU
+    """
+
+    one_pass = True  # see verify
+
+    def __init__(self, model: Any, cache: Cache, rows: int):
+        self.model, self.cache, self.rows = model, cache, rows
+        self.device = cache.device
+        self.capture: Callable | None = measure.Graph if self.device.type == "cuda" else None
+        self.token, self.top_k, self.seed = (self._zeros(rows) for _ in range(3))
+        self.temperature, self.top_p = (self._zeros(rows, dtype=torch.float32) for _ in range(2))
+        self.clock, self.pace = self._zeros(rows + 3), self._zeros(rows + 3)
+        self.cursor = self.clock[rows : rows + 1]
+        self.pace[rows] = 1
+        self.emitted, self.logit = self._zeros(rows, RING), self._zeros(rows, RING, dtype=torch.float32)
+        self.graphs: dict[tuple, Callable] = {}
+
+    def _zeros(self, *shape: int, dtype: torch.dtype = torch.int64) -> torch.Tensor:
+        return torch.zeros(shape, dtype=dtype, device=self.device)
+
+    def context(self, tokens: int) -> int:
+        """The bucket of a context: a power of two from BLOCK on, or all that the cache holds."""
+        return min(max(BLOCK, power_of_two(tokens)), self.cache.capacity)
+
+    def bucket(self, rows: int) -> int:
+        return min(power_of_two(rows), self.rows)
+
+    def hold(self, rows: int, tokens: int) -> None:
+        """Room in the cache; graphs of the memory that was given up go with it."""
+        if rows > self.cache.rows or tokens > self.cache.capacity:
+            self.forget()
+            self.cache.hold(rows, tokens)
+
+    def forget(self) -> None:
+        """Drop the graphs, once no replay of them is under way."""
+        if self.device.type == "cuda":
+            torch.cuda.synchronize(self.device)
+        self.graphs.clear()
+
+    def place(self, slot: int, position: int, live: bool) -> None:
+        """Where a row stands, and whether steps move it."""
+        self.clock[slot].fill_(position)
+        self.pace[slot].fill_(int(live))
+
+    def upload(self, tokens: list[int]) -> torch.Tensor:
+        """Tokens on the device; the host does not wait."""
+        pinned = torch.tensor(tokens, dtype=torch.int64, pin_memory=self.device.type == "cuda")
+        return pinned.to(self.device, non_blocking=True)
+
+    @torch.no_grad()
+    def prefill(self, slot: int, tokens: list[int], start: int, sampling: Sampling) -> Burst:
+        """Feed tokens[start:] to a row whose cache holds those before, and choose the first new one. The row is then live."""
+        with self.here():
+            begin, ids, end = measure.Mark(self.device), self.upload(tokens[start:])[None], len(tokens)
+            k, v = (t[:, slot : slot + 1] for t in self.cache.kv)
+            for a in range(start, end, PREFILL_CHUNK):
+                part = ids[:, a - start : a - start + PREFILL_CHUNK]
+                at = torch.full((1,), a, dtype=torch.int64, device=self.device)
+                hidden = self.model.extend(part, k, v, at, start=a)
+            self._set(slot, sampling)
+            self.place(slot, end - 1, live=True)
+            row = slice(slot, slot + 1)
+            token, logit = self._choose(hidden[:, -1], row, mode_of(sampling))
+            self.place(slot, end, live=True)
+            self.token[row] = token.clamp(min=0)
+            return self.sent(token[:, None], None if logit is None else logit[:, None], begin)
+
+    @torch.no_grad()
+    def steps(self, n: int, rows: int, context: int, mode: str) -> Burst:
+        """n steps of the first `rows` rows, none of which passes `context` tokens."""
+        if n > RING:
+            raise ValueError(f"steps: n must be at most {RING}, got {n}")
+        with self.here():
+            run = self.graph(("step", rows, context, mode), functools.partial(self._step, rows, context, mode))
+            begin = measure.Mark(self.device)
+            self.cursor.zero_()
+            for _ in range(n):
+                run()
+            return self.sent(self.emitted[:rows, :n], self.logit[:rows, :n] if mode == "greedy" else None, begin)
+
+    def ready(self, key: tuple) -> bool:
+        """Whether a burst can be enqueued at once; capturing its graph would make the host wait for all that is under way."""
+        return self.capture is None or key in self.graphs
+
+    def graph(self, key: tuple, run: Callable) -> Callable:
+        """The run, captured where there is a GPU. Its warm-up is undone: with no pace it stays at one place."""
+        if self.capture is None:
+            return run
+        if key not in self.graphs:
+            with self.still():
+                self.graphs[key] = self.capture(run)
+        return self.graphs[key]
+
+    @contextlib.contextmanager
+    def still(self) -> Iterator[None]:
+        token, pace = self.token.clone(), self.pace.clone()
+        self.pace.zero_()
+        try:
+            yield
+        finally:
+            self.token.copy_(token)
+            self.pace.copy_(pace)
+
+    def verify(self, tokens: torch.Tensor, context: int) -> torch.Tensor:
+        """Hidden states (T, K) of T tokens (T,) fed to row 0 from its position on.
+
+        One pass gives the bits of single steps where the kernels of model.step give a token the same bits whatever T is.
+        With one_pass False every token goes through its own step: the same bits with any kernels, and nothing is gained.
+        """
+        k, v = self._cut(1, context)
+        at = self.clock[:1]
+        if self.one_pass:
+            return self.model.step(tokens[None], k, v, at, context=context)[0]
+        each = (self.model.step(t[None, None], k, v, at + i, context=context)[0] for i, t in enumerate(tokens.unbind()))
+        return torch.cat(list(each))
+
+    def _cut(self, rows: int, context: int) -> list[torch.Tensor]:
+        """The cache's rows, on a CPU up to the context: its plain formulas read all they are given."""
+        return [t[:, :rows] if t.is_cuda else t[:, :rows, :, :context] for t in self.cache.kv]
+
+    def _step(self, rows: int, context: int, mode: str) -> None:
+        k, v = self._cut(rows, context)
+        hidden = self.model.step(self.token[:rows, None], k, v, self.clock[:rows], context=context)
+        token, logit = self._choose(hidden[:, 0], slice(0, rows), mode)
+        self.emitted[:rows].index_copy_(1, self.cursor, token[:, None])
+        if logit is None:
+            token = token.clamp(min=0)
+        else:
+            self.logit[:rows].index_copy_(1, self.cursor, logit[:, None])
+        self.token[:rows] = token
+        self.clock.add_(self.pace)
+
+    def _choose(self, hidden: torch.Tensor, rows: slice, mode: str) -> tuple[torch.Tensor, torch.Tensor | None]:
+        if mode == "greedy":
+            return self.model.choose(hidden)
+        return sample(
+            self.model.logits(hidden), self.temperature[rows], self.top_k[rows], self.top_p[rows], self.seed[rows],
+            self.clock[rows], filtered=mode == "filtered",
+        ), None
+
+    def _set(self, slot: int, s: Sampling) -> None:
+        self.temperature[slot].fill_(s.temperature)
+        self.top_p[slot].fill_(s.top_p)
+        self.top_k[slot].fill_(s.top_k)
+        self.seed[slot].fill_(s.seed)
+
+    def sent(self, tokens, logits, begin: measure.Mark, clock: torch.Tensor | None = None) -> Burst:
+        tokens, logits, clock = (None if t is None else self._to_host(t) for t in (tokens, logits, clock))
+        return Burst(tokens, logits, clock, begin, measure.Mark(self.device))
+
+    def _to_host(self, t: torch.Tensor) -> torch.Tensor:
+        pinned = torch.empty(t.shape, dtype=t.dtype, pin_memory=self.device.type == "cuda")
+        return pinned.copy_(t, non_blocking=True)
+
+    def here(self) -> contextlib.AbstractContextManager:
+        """measure.Graph and Mark work on the current device."""
+        return torch.cuda.device(self.device) if self.device.type == "cuda" else contextlib.nullcontext()

@@ -1,0 +1,119 @@
+"""Speculation by n-gram lookup: what followed the last tokens earlier in the text is guessed again and checked in one step.
+
+Drafting, checking and accepting happen on the device; the host only learns how many tokens a burst gave. A draft that is
+wrong costs time, never a token: each token that counts is the likeliest one after those before it. Its keys and values
+stay in the cache; those of rejected tokens are overwritten by the next step.
+"""
+
+import functools
+from collections import deque
+
+import torch
+
+from whet import measure
+from whet.decode.runner import RING, Burst, Runner
+
+DRAFT = 7  # tokens guessed: with the one that is known a step takes 8, the most that the decode kernels take at once
+WINDOW = 16  # steps over which speculation is compared with plain decoding
+
+
+def draft(history: torch.Tensor, position: torch.Tensor, count: int, context: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """What followed the latest earlier place with the same last three tokens, else two; and whether there was one.
+
+    history    tokens of the row; the last known one stands at position (1,)
+    context    more than position: tokens behind it are not looked at
+    A place so near the end that fewer than `count` tokens follow it is a loop: they are repeated.
+    """
+    h, last = history[:context], history[(position - torch.arange(2, -1, -1, device=history.device)).clamp(min=0)]
+    start = torch.arange(3, context + 1, device=history.device)  # of the tokens that follow a place
+    two = (h[1:-1] == last[1]) & (h[2:] == last[2]) & (start <= position)
+    three = two & (h[:-2] == last[0])
+    best = torch.where(two, start + three * context, 0).amax(0, keepdim=True)
+    found = best > 0
+    begin = torch.where(found, best - (best > context) * context, position)
+    i = torch.arange(count, device=history.device)
+    return history[begin + i % (position + 1 - begin)], found
+
+
+def agreed(drafted: torch.Tensor, chosen: torch.Tensor) -> torch.Tensor:
+    """How many drafted tokens, from the first on, are those that the model chose in their place; shape (1,)."""
+    return (drafted == chosen[: len(drafted)]).long().cumprod(0).sum(0, keepdim=True)
+
+
+class Speculator:
+    """Row 0 of a runner, decoded greedily with drafts. history holds its tokens up to the one that is fed next."""
+
+    def __init__(self, runner: Runner):
+        self.runner = runner
+        self.history = torch.zeros(0, dtype=torch.int64, device=runner.device)
+
+    def hold(self) -> None:
+        """As long as the cache, and a draft behind it. It moves after the cache has, when no graph is left that knows it."""
+        size = self.runner.cache.capacity + DRAFT + 1
+        if size > len(self.history):
+            self.history = torch.cat([self.history, self.history.new_zeros(size - len(self.history))])
+
+    def begin(self, tokens: list[int]) -> None:
+        """The runner has prefilled this prompt."""
+        self.hold()
+        self.history[: len(tokens)] = self.runner.upload(tokens)
+        self.history[len(tokens)] = self.runner.token[0]
+
+    def follow(self, position: int, n: int) -> None:
+        """The runner has taken n plain steps from a position."""
+        self.history[position + 1 : position + 1 + n] = self.runner.emitted[0, :n]
+
+    @torch.no_grad()
+    def steps(self, n: int, context: int) -> Burst:
+        """n steps, each of 1 to DRAFT + 1 tokens. Behind it the clock says how many tokens, drafted tokens and agreed ones."""
+        r, width = self.runner, n * (DRAFT + 1)
+        if width > RING:
+            raise ValueError(f"speculation: n must be at most {RING // (DRAFT + 1)} steps, got {n}")
+        with r.here():
+            run = r.graph(("speculate", context), functools.partial(self._step, context))
+            begin, tally = measure.Mark(r.device), r.clock[r.rows :]
+            tally.zero_()
+            for _ in range(n):
+                run()
+            return r.sent(r.emitted[:1, :width], r.logit[:1, :width], begin, tally)
+
+    def _step(self, context: int) -> None:
+        r, i = self.runner, torch.arange(DRAFT + 1, device=self.runner.device)
+        position = r.clock[:1]
+        guess, found = draft(self.history, position, DRAFT, context)
+        chosen, logit = r.model.choose(r.verify(torch.cat([r.token[:1], guess]), context))
+        right = agreed(guess, chosen)
+        self.history.index_copy_(0, position + 1 + i, chosen)
+        r.emitted[0].index_copy_(0, r.cursor + i, chosen)
+        r.logit[0].index_copy_(0, r.cursor + i, logit)
+        r.token[:1] = chosen[right]
+        r.clock[r.rows :].add_(torch.cat([right + 1, found * DRAFT, found * right]) * r.pace[r.rows])
+        position.add_((right + 1) * r.pace[0])
+
+
+class Contest:
+    """Tokens a second with speculation against those without, of one generation while it runs."""
+
+    def __init__(self):
+        self.plain = 0.0  # tokens a second
+        self.drafted = self.agreed = 0
+        self.recent: deque[tuple[int, int, float]] = deque()
+        self.off: str | None = None
+
+    def saw_plain(self, tokens: int, seconds: float) -> None:
+        self.plain = tokens / seconds if seconds > 0 else 0.0
+
+    def saw(self, steps: int, tokens: int, seconds: float, drafted: int, agreed: int, so_far: int) -> None:
+        """A burst with drafts; so_far: tokens of the generation. Once WINDOW steps in a row are slower it is off for good."""
+        self.drafted, self.agreed = self.drafted + drafted, self.agreed + agreed
+        self.recent.append((steps, tokens, seconds))
+        while sum(s for s, _, _ in self.recent) - self.recent[0][0] >= WINDOW:
+            self.recent.popleft()
+        total_steps, total, spent = (sum(column) for column in zip(*self.recent))
+        if self.off is None and total_steps >= WINDOW and total < self.plain * spent:
+            self.off = f"off after {so_far} tokens: {total / spent:.0f} tokens/s with it, {self.plain:.0f} without"
+
+    @property
+    def accepted(self) -> float:
+        """Share of the drafted tokens that the model chose too."""
+        return self.agreed / self.drafted if self.drafted else 0.0

@@ -1,0 +1,336 @@
+"""cached_attention: the attention of a decode step: QK norm, RoPE, new keys and values into the cache, split-KV attention."""
+
+import torch
+import triton
+import triton.language as tl
+
+from whet import machine
+from whet.library import Forward
+from whet.op import Cost, Impl, Op, error, floating, lay, layout_of, nbytes, same_device
+from whet.ops._chain import begin, chain, ready
+from whet.ops._rows import KERNEL_DTYPES
+from whet.ops.attention.common import LOG2E, dot, dot_add
+
+SPAN = 64  # keys that one program attends to: always cut there, so that a row's bits do not depend on the grid
+WARPS = 8  # to hold them
+PROGRAMS = 2  # an SM's share of programs, at most, where there are spans enough
+GATHER = 16  # spans whose results are joined at a time
+MOST = 8  # new tokens of a sequence in one call
+
+
+def reference(qkv, k_cache, v_cache, positions, cos, sin, q_norm=None, k_norm=None, window=0, context=0, eps=1e-6):
+    """qkv (B, T, (H + 2 KV) D): T new tokens of each of B sequences, at positions[b] onward.  Keys and values go into the
+    caches (B, KV, S, D), in place; each token attends to all up to itself, the last `window` of them where that is not 0.
+    What none has written may be anything.  cos, sin (S, D/2).  q_norm, k_norm (D,): rms_norm of each head before the rotation.
+    context: no key is at it or beyond; 0 where that is not known.
+    """
+    (B, T, _), (KV, S, D) = qkv.shape, k_cache.shape[1:]
+    q, k, v = qkv.unflatten(-1, (-1, D)).transpose(1, 2).split([qkv.shape[-1] // D - 2 * KV, KV, KV], dim=1)
+    at = positions[:, None] + torch.arange(T, device=qkv.device)
+    q, k = (_rotated(_normed(t, w, eps), cos[at], sin[at]) for t, w in ((q, q_norm), (k, k_norm)))
+    row, head = torch.arange(B, device=qkv.device)[:, None, None], torch.arange(KV, device=qkv.device)[:, None]
+    k_cache[row, head, at[:, None]], v_cache[row, head, at[:, None]] = k, v
+    wide = torch.promote_types(q.dtype, torch.float32)
+    keys, values = (c.to(wide).repeat_interleave(q.shape[1] // KV, dim=1) for c in (k_cache, v_cache))
+    j = torch.arange(S, device=qkv.device)
+    seen = (j <= at[..., None]) & (j > at[..., None] - (window or S + 1))
+    weights = (q.to(wide) @ keys.transpose(-1, -2) * D**-0.5).masked_fill(~seen[:, None], float("-inf")).softmax(-1)
+    return (weights @ values.masked_fill(~seen.any(1)[:, None, :, None], 0.0)).to(qkv.dtype).transpose(1, 2).flatten(2)
+
+
+def _normed(t, w, eps):
+    wide = torch.promote_types(t.dtype, torch.float32)
+    u = t.to(wide)
+    return t if w is None else (u * torch.rsqrt(u.square().mean(-1, keepdim=True) + eps) * w.to(wide)).to(t.dtype)
+
+
+def _rotated(t, cos, sin):
+    wide = torch.promote_types(t.dtype, torch.float32)
+    a, b = t.to(wide).chunk(2, -1)
+    c, s = cos.to(wide)[:, None], sin.to(wide)[:, None]
+    return torch.cat([a * c - b * s, b * c + a * s], dim=-1).to(t.dtype)
+
+
+def inputs(dtype, device, B, H, KV, D, S, T=1, at=None, norms=True, window=0, layout="contiguous"):
+    """Positions spread up to the last that fits, or up to `at`; what lies beyond them in the cache is not a number."""
+    last = S - T if at is None else min(at, S - T)
+    positions = (torch.arange(B, device=device) * 7919 + last) % (last + 1)
+    k_cache, v_cache = (torch.randn(B, KV, S, D, dtype=dtype, device=device) for _ in range(2))
+    if k_cache.device.type != "meta":
+        unwritten = (torch.arange(S, device=device) >= positions[:, None])[:, None, :, None]
+        k_cache, v_cache = (c.masked_fill(unwritten, float("nan")) for c in (k_cache, v_cache))
+    angle = torch.arange(S, device=device)[:, None] * 10000.0 ** (-torch.arange(D // 2, device=device) / (D // 2))
+    q_norm, k_norm = ((torch.rand(D, device=device) + 0.5).to(dtype) for _ in range(2)) if norms else (None, None)
+    return dict(
+        qkv=lay(torch.randn(B, T, (H + 2 * KV) * D, dtype=dtype, device=device), layout),
+        k_cache=lay(k_cache, layout), v_cache=lay(v_cache, layout), positions=positions, cos=angle.cos(), sin=angle.sin(),
+        q_norm=q_norm, k_norm=k_norm, window=window, context=min(S, last + T), eps=1e-6,
+    )
+
+
+def case_of(qkv, k_cache, v_cache, positions, cos, sin, q_norm=None, k_norm=None, window=0, context=0, eps=1e-6):
+    (B, T, width), (KV, S, D) = qkv.shape, k_cache.shape[1:]
+    case = dict(B=B, H=width // D - 2 * KV, KV=KV, D=D, S=S, T=T, norms=q_norm is not None, window=window)
+    case |= dict(at=context - T) if context and context < S else {}
+    return case if k_cache.is_contiguous() else case | dict(layout=layout_of(k_cache))
+
+
+def check(qkv, k_cache, v_cache, positions, cos, sin, q_norm=None, k_norm=None, window=0, context=0, eps=1e-6):
+    named = dict(qkv=qkv, k_cache=k_cache, v_cache=v_cache, cos=cos, sin=sin, q_norm=q_norm, k_norm=k_norm)
+    if reason := floating(**named) or same_device(**named, positions=positions):
+        return reason
+    if qkv.dim() != 3 or k_cache.dim() != 4:
+        return f"qkv must be (B, T, heads) and k_cache (B, KV, S, D), got {tuple(qkv.shape)} and {tuple(k_cache.shape)}"
+    (B, _, width), (KV, S, D) = qkv.shape, k_cache.shape[1:]
+    if v_cache.shape != k_cache.shape or k_cache.shape[0] != B or v_cache.dtype != k_cache.dtype:
+        got = f"{tuple(k_cache.shape)} {k_cache.dtype} and {tuple(v_cache.shape)} {v_cache.dtype}"
+        return f"k_cache and v_cache must both be ({B}, KV, S, D) of one dtype, got {got}"
+    if D % 2 or width % D or width // D <= 2 * KV or (width // D - 2 * KV) % KV:
+        return f"qkv must hold a multiple of {KV} query heads and {KV} key and value heads of {D}, got {width} columns"
+    if positions.shape != (B,) or positions.is_floating_point():
+        return f"positions must be {B} integers, got {tuple(positions.shape)} {positions.dtype}"
+    if cos.shape != sin.shape or cos.shape[1:] != (D // 2,) or cos.shape[0] < min(S, context or S):
+        return f"cos and sin must have shape ({S}, {D // 2}), got {tuple(cos.shape)} and {tuple(sin.shape)}"
+    if (q_norm is None) != (k_norm is None) or any(t is not None and t.shape != (D,) for t in (q_norm, k_norm)):
+        got = " and ".join(str(tuple(t.shape)) if t is not None else "None" for t in (q_norm, k_norm))
+        return f"q_norm and k_norm must both be None or have shape ({D},), got {got}"
+    if window < 0 or not 0 <= context <= S:
+        return f"window must not be negative and context at most {S}, got {window} and {context}"
+    return None
+
+
+def cost(qkv, k_cache, v_cache, positions, cos, sin, q_norm=None, k_norm=None, window=0, context=0, eps=1e-6):
+    (B, T, width), (KV, S, D) = qkv.shape, k_cache.shape[1:]
+    H, keys = width // D - 2 * KV, min(context or S, window or S)
+    new = B * T * KV * D * 2 * k_cache.element_size()
+    out = B * T * H * D * qkv.element_size()
+    return Cost(bytes=nbytes(qkv) + out + new + B * keys * KV * D * 2 * k_cache.element_size(), flops=4 * B * T * H * keys * D)
+
+
+@triton.jit
+def rotated(x_ptr, norm_ptr, cos_ptr, sin_ptr, at, live, eps, D: tl.constexpr, HALF: tl.constexpr):
+    """A head a row, normed and rotated to positions `at`, its halves (rows, HALF) in fp32: read as they lie, nothing is gathered."""
+    d = tl.arange(0, HALF)[None, :]
+    there = live[:, None] & (d < D // 2)
+    x = tl.load(x_ptr[:, None] + d, mask=there, other=0.0).to(tl.float32)
+    y = tl.load(x_ptr[:, None] + D // 2 + d, mask=there, other=0.0).to(tl.float32)
+    c = tl.load(cos_ptr + at[:, None] * (D // 2) + d, mask=there, other=0.0).to(tl.float32)
+    s = tl.load(sin_ptr + at[:, None] * (D // 2) + d, mask=there, other=0.0).to(tl.float32)
+    if norm_ptr is not None:
+        rstd = 1.0 / tl.sqrt_rn(tl.sum(x * x + y * y, axis=1, keep_dims=True) / D + eps)
+        x *= rstd * tl.load(norm_ptr + d, mask=d < D // 2, other=0.0).to(tl.float32)
+        y *= rstd * tl.load(norm_ptr + D // 2 + d, mask=d < D // 2, other=0.0).to(tl.float32)
+    return x * c - y * s, y * c + x * s
+
+
+@triton.jit
+def keys_of(k_ptr, v_ptr, j, stride_ks, stride_vs, position, window, D: tl.constexpr, BLOCK_D: tl.constexpr):
+    """Old keys j, in halves, and their values; nothing where a key is new, unseen or past the end."""
+    half, d = tl.arange(0, BLOCK_D // 2)[None, :], tl.arange(0, BLOCK_D)[None, :]
+    old = ((j < position) & ((window == 0) | (j + window > position)))[:, None]
+    at = k_ptr + j[:, None].to(tl.int64) * stride_ks + half
+    kx = tl.load(at, mask=old & (half < D // 2), other=0.0)
+    ky = tl.load(at + D // 2, mask=old & (half < D // 2), other=0.0)
+    return kx, ky, tl.load(v_ptr + j[:, None].to(tl.int64) * stride_vs + d, mask=old & (d < D), other=0.0)
+
+
+@triton.jit
+def _attend_kernel(
+    qkv_ptr, k_ptr, v_ptr, positions_ptr, cos_ptr, sin_ptr, q_norm_ptr, k_norm_ptr,  # inputs; the caches are written too
+    out_ptr, most_ptr, total_ptr,  # outputs: the rows, or with SPLITS > 1 each span's sums and their weights
+    stride_qb, stride_qt, stride_kb, stride_kh, stride_ks, stride_vb, stride_vh, stride_vs,
+    window, scale, eps,
+    T: tl.constexpr, H: tl.constexpr, KV: tl.constexpr, D: tl.constexpr, SPLITS: tl.constexpr,
+    BLOCK_R: tl.constexpr, BLOCK_D: tl.constexpr, SPAN: tl.constexpr, CHAINED: tl.constexpr,
+):
+    """Attention of T new tokens of one sequence, all query heads of one key head, over every P-th span of SPAN keys.  One program of P.
+
+    Fuses   QK norm, RoPE and the write of the new keys and values. In a chain the first span's old ones are on their way before
+            qkv is there; the next span's while one is worked on. Row r of the tile is token r // G of head r % G.
+    Moves   its spans' keys and values in, qkv in; T keys and values out, and one row a head, or with SPLITS > 1 fp32 sums a span.
+    Rounds  q and the new keys to the storage dtype once, after norm and rotation; scores, weights and sums in fp32, the weights
+            to the storage dtype as operand of the second product; the row once.
+    """
+    begin(CHAINED)
+    first, h, b = tl.program_id(0), tl.program_id(1), tl.program_id(2).to(tl.int64)
+    position = tl.load(positions_ptr + b)
+    if first * SPAN >= position + T:
+        return
+    dtype: tl.constexpr = k_ptr.dtype.element_ty
+    k_ptr += b * stride_kb + h * stride_kh
+    v_ptr += b * stride_vb + h * stride_vh
+    j = first * SPAN + tl.arange(0, SPAN)
+    kx, ky, v = keys_of(k_ptr, v_ptr, j, stride_ks, stride_vs, position, window, D, BLOCK_D)
+    d, half = tl.arange(0, BLOCK_D)[None, :], tl.arange(0, BLOCK_D // 2)[None, :]
+    G: tl.constexpr = H // KV
+    r = tl.arange(0, BLOCK_R)
+    live, at = r // G < T, position + r // G
+    place = (b * T + r // G) * H + h * G + r % G
+    qkv_ptr += b * stride_qb
+    ready(CHAINED)
+
+    heads = qkv_ptr + (r // G) * stride_qt + (h * G + r % G) * D
+    qx, qy = rotated(heads, q_norm_ptr, cos_ptr, sin_ptr, at, live, eps, D, BLOCK_D // 2)
+    qx, qy = qx.to(dtype), qy.to(dtype)
+    for split in range(first, tl.cdiv(position + T, SPAN).to(tl.int32), tl.num_programs(0)):
+        j = split * SPAN + tl.arange(0, SPAN)
+        if (split + 1) * SPAN > position:
+            for t in tl.static_range(T):
+                new = position + t + tl.arange(0, 1)
+                here = (new // SPAN == split)[:, None]
+                row = qkv_ptr + t * stride_qt + (H + h) * D + tl.arange(0, 1)
+                x_new, y_new = rotated(row, k_norm_ptr, cos_ptr, sin_ptr, new, new >= 0, eps, D, BLOCK_D // 2)
+                v_new = tl.load(row[:, None] + KV * D + d, mask=d < D, other=0.0).to(dtype)
+                its = (j == position + t)[:, None]
+                kx, ky, v = tl.where(its, x_new.to(dtype), kx), tl.where(its, y_new.to(dtype), ky), tl.where(its, v_new, v)
+                tl.store(k_ptr + new[:, None] * stride_ks + half, x_new.to(dtype), mask=(half < D // 2) & here)
+                tl.store(k_ptr + new[:, None] * stride_ks + D // 2 + half, y_new.to(dtype), mask=(half < D // 2) & here)
+                tl.store(v_ptr + new[:, None] * stride_vs + d, v_new, mask=(d < D) & here)
+        after = (split + tl.num_programs(0)) * SPAN + tl.arange(0, SPAN)
+        next_kx, next_ky, next_v = keys_of(k_ptr, v_ptr, after, stride_ks, stride_vs, position, window, D, BLOCK_D)
+
+        s = dot_add(dot(qx, tl.trans(kx)), qy, tl.trans(ky)) * scale
+        seen = (j[None, :] <= at[:, None]) & ((window == 0) | (j[None, :] + window > at[:, None]))
+        s = tl.where(seen, s, float("-inf"))
+        most = tl.max(s, axis=1)
+        p = tl.exp2(s - tl.where(most == float("-inf"), 0.0, most)[:, None])
+        total = tl.sum(p, axis=1)
+        acc = dot(p.to(dtype), v)
+        inside = live[:, None] & (d < D)
+        if SPLITS == 1:
+            tl.store(out_ptr + place[:, None] * D + d, acc / total[:, None], mask=inside)
+        else:
+            tl.store(out_ptr + (place * SPLITS + split)[:, None] * D + d, acc, mask=inside)
+            tl.store(most_ptr + place * SPLITS + split, most, mask=live)
+            tl.store(total_ptr + place * SPLITS + split, total, mask=live)
+        kx, ky, v = next_kx, next_ky, next_v
+
+
+@triton.jit
+def _join_kernel(
+    acc_ptr, most_ptr, total_ptr, positions_ptr,  # inputs
+    out_ptr,  # output
+    T: tl.constexpr, H: tl.constexpr, D: tl.constexpr, SPLITS: tl.constexpr,
+    BLOCK_D: tl.constexpr, SPAN: tl.constexpr, GATHER: tl.constexpr, CHAINED: tl.constexpr,
+):
+    """out = sum of the spans' sums, each weighted by its share, over their total.  One program, one head of one token.
+
+    Moves   D sums and two weights for each span that has keys in; one row out.
+    Rounds  once, at the store; spans are joined in order, GATHER at a time.
+    """
+    begin(CHAINED)
+    row = tl.program_id(0).to(tl.int64)
+    position = tl.load(positions_ptr + row // H // T)
+    spans = tl.cdiv(position + T, SPAN)
+    d = tl.arange(0, BLOCK_D)
+    most = tl.full((1,), float("-inf"), tl.float32)
+    total = tl.zeros((1,), tl.float32)
+    acc = tl.zeros((1, BLOCK_D), tl.float32)
+    ready(CHAINED)
+    for first in range(0, spans, GATHER):
+        i = first + tl.arange(0, GATHER)
+        at = row * SPLITS + i
+        m = tl.load(most_ptr + at, mask=i < spans, other=float("-inf"))
+        n = tl.load(total_ptr + at, mask=i < spans, other=0.0)
+        a = tl.load(acc_ptr + at[:, None] * D + d[None, :], mask=(i < spans)[:, None] & (d < D)[None, :], other=0.0)
+        higher = tl.maximum(most, tl.max(m, axis=0))
+        safe = tl.where(higher == float("-inf"), 0.0, higher)
+        share = tl.exp2(m - safe)
+        shrink = tl.exp2(most - safe)
+        total = total * shrink + tl.sum(n * share, axis=0)
+        acc = acc * shrink[:, None] + tl.sum(a * share[:, None], axis=0)[None, :]
+        most = higher
+    tl.store(out_ptr + row * D + d[None, :], acc / total[:, None], mask=(d < D)[None, :])
+
+
+def launch(qkv, k_cache, v_cache, positions, cos, sin, q_norm, k_norm, window, context, eps):
+    (B, T, width), (KV, S, D) = qkv.shape, k_cache.shape[1:]
+    H = width // D - 2 * KV
+    out = torch.empty(B, T, H * D, dtype=qkv.dtype, device=qkv.device)
+    if not out.numel():
+        return out
+    splits = triton.cdiv(context or S, SPAN)
+    acc, most, total = out, out, out
+    if splits > 1:
+        acc = torch.empty(B * T * H, splits, D, dtype=torch.float32, device=qkv.device)
+        most, total = (torch.empty(B * T * H, splits, dtype=torch.float32, device=qkv.device) for _ in range(2))
+    how = dict(T=T, H=H, D=D, SPLITS=splits, BLOCK_D=triton.next_power_of_2(D), SPAN=SPAN) | chain()
+    _attend_kernel[(min(splits, max(1, PROGRAMS * machine.sm_count() // (KV * B))), KV, B)](
+        qkv, k_cache, v_cache, positions, cos, sin, q_norm, k_norm, acc, most, total,
+        *qkv.stride()[:2], *k_cache.stride()[:3], *v_cache.stride()[:3], window, LOG2E * D**-0.5, eps,
+        KV=KV, BLOCK_R=max(16, triton.next_power_of_2(MOST * H // KV)), num_warps=WARPS, **how,
+    )
+    if splits > 1:
+        _join_kernel[(B * T * H,)](acc, most, total, positions, out, GATHER=GATHER, num_warps=4, **how)
+    return out
+
+
+KERNEL = Forward(
+    "cached_attention",
+    "(Tensor qkv, Tensor(a!) k_cache, Tensor(b!) v_cache, Tensor positions, Tensor cos, Tensor sin, Tensor? q_norm, "
+    "Tensor? k_norm, int window, int context, float eps) -> Tensor",
+    launch,
+    lambda qkv, k_cache, v_cache, *_: qkv.new_empty(*qkv.shape[:2], qkv.shape[2] - 2 * k_cache.shape[1] * k_cache.shape[3]),
+)
+
+
+def refuses(qkv, k_cache, v_cache, positions, cos, sin, q_norm=None, k_norm=None, window=0, context=0, eps=1e-6):
+    plain = [t for t in (qkv, k_cache, v_cache, q_norm, k_norm) if t is not None]
+    if qkv.dtype not in KERNEL_DTYPES or any(t.dtype != qkv.dtype for t in plain):
+        got = ", ".join(str(t.dtype) for t in plain)
+        return f"qkv, the caches and the norms must all be float32, all float16 or all bfloat16, got {got}"
+    if torch.is_grad_enabled() and any(t.requires_grad for t in plain):
+        return "is for inference and keeps no gradients: call it under torch.no_grad()"
+    if qkv.shape[1] > MOST:
+        return f"at most {MOST} new tokens of a sequence in one call, got {qkv.shape[1]}; a longer prompt is for attention"
+    if k_cache.shape[3] > 256:
+        return f"heads of at most 256 columns, got {k_cache.shape[3]}"
+    for name, t in dict(qkv=qkv, k_cache=k_cache, v_cache=v_cache).items():
+        if t.stride(-1) != 1:
+            return f"{name} must be contiguous along its last dimension, got strides {t.stride()}"
+        if t is not qkv and any(s == 0 and n > 1 for s, n in zip(t.stride(), t.shape)):
+            return f"{name} is changed in place and its elements must not share memory, got strides {t.stride()}"
+    whole = dict(positions=positions, cos=cos, sin=sin, q_norm=q_norm, k_norm=k_norm)
+    uneven = [name for name, t in whole.items() if t is not None and not t.is_contiguous()]
+    return f"{' and '.join(uneven)} must be contiguous" if uneven else None
+
+
+def run_triton(qkv, k_cache, v_cache, positions, cos, sin, q_norm=None, k_norm=None, window=0, context=0, eps=1e-6):
+    if reason := refuses(qkv, k_cache, v_cache, positions, cos, sin, q_norm, k_norm, window, context, eps):
+        raise error("cached_attention", "triton", reason)
+    return KERNEL(qkv, k_cache, v_cache, positions, cos, sin, q_norm, k_norm, window, context, eps)
+
+
+OP = Op(
+    name="cached_attention",
+    reference=reference,
+    inputs=inputs,
+    case_of=case_of,
+    check=check,
+    cases=(
+        dict(B=1, H=2, KV=1, D=16, S=24), dict(B=3, H=4, KV=2, D=32, S=70), dict(B=2, H=2, KV=2, D=16, S=300, norms=False),
+        dict(B=1, H=4, KV=2, D=16, S=80, T=5), dict(B=1, H=3, KV=1, D=24, S=33, T=3, layout="sliced"),
+        dict(B=1, H=2, KV=1, D=16, S=600, window=40),
+        dict(B=1, H=1, KV=1, D=16, S=265, T=8, at=252), dict(B=1, H=2, KV=1, D=16, S=40, at=0), dict(B=0, H=2, KV=1, D=16, S=8),
+        dict(B=1, H=2, KV=1, D=16, S=90, T=4, window=7),
+    ),
+    shapes={
+        f"qwen3-0.6b {B}x{S}": dict(B=B, H=16, KV=8, D=128, S=S)
+        for B, S in ((1, 256), (1, 1024), (1, 4096), (1, 16384), (8, 1024), (64, 1024))
+    },
+    cost=cost,
+    grads=(),
+    impls={
+        "triton": Impl(
+            run_triton, refuses, needs="triton",
+            limits=(
+                "dtypes other than fp32, fp16, bf16, all alike", "inputs that ask for gradients",
+                f"more than {MOST} new tokens of a sequence", "heads wider than 256",
+                "caches not contiguous along a head, or expanded", "positions, cos, sin and norms that are not contiguous",
+            ),
+        ),
+    },
+    dynamic=("B", "S"),
+    tiny=dict(B=2, S=64),
+    mutates=("k_cache", "v_cache"),
+)

@@ -1,0 +1,205 @@
+"""norm_argmax: the final rms_norm, the head and the likeliest token, without the logits. For greedy decoding."""
+
+import torch
+import torch.nn.functional as F
+import triton
+import triton.language as tl
+
+from whet.library import Forward
+from whet.op import Cost, Impl, Op, error, lay, layout_of, nbytes
+from whet.ops._chain import begin, chain, ready
+from whet.ops._gemv import (
+    FEW,
+    PRODUCT_LIMITS,
+    check_product,
+    held,
+    multiply,
+    normed,
+    plan,
+    product,
+    product_refused,
+    row_of,
+    scales,
+    storage,
+)
+from whet.ops._weights import dense, quant_of, random_weight
+
+ROWS, CHUNK = 16, 1024  # rows of w a program; programs' results looked at together
+
+
+def reference(x, norm, w, scale=None, eps=1e-6):
+    """logits = rms_norm(x, norm, eps) @ w.T.  Returns the index of each row's largest (the first of equals) and its value."""
+    wide = torch.promote_types(x.dtype, torch.float32)
+    u = x.to(wide)
+    y = (u * torch.rsqrt(u.square().mean(-1, keepdim=True) + eps) * norm.to(wide)).to(x.dtype)
+    logits = F.linear(y, dense(w, scale, x.dtype)).to(wide)
+    value, token = logits.max(-1)
+    return token, value
+
+
+def inputs(dtype, device, M, K, N, quant=None, layout="contiguous"):
+    """Each row of x points along one row of w, a different one for each: the largest logit stands clear of rounding."""
+    w, scale = random_weight(N, K, quant, dtype, device)
+    likely = (torch.arange(M, device=device) * 7919 + N // 3) % N
+    x = (F.normalize(dense(w, scale, torch.float32)[likely], dim=-1) + torch.randn(M, K, device=device) * 0.2 * K**-0.5) * 8
+    x, norm = lay(x.to(dtype), layout), (torch.rand(K, device=device) * 0.1 + 1).to(dtype)
+    return dict(x=x, norm=norm, w=w, scale=scale, eps=1e-6)
+
+
+def case_of(x, norm, w, scale=None, eps=1e-6):
+    case = dict(M=x.shape[0], K=x.shape[1], N=w.shape[0])
+    case |= {"quant": quant} if (quant := quant_of(w)) else {}
+    return case if x.is_contiguous() else case | {"layout": layout_of(x)}
+
+
+def check(x, norm, w, scale=None, eps=1e-6):
+    return check_product(x, w, scale, norm=norm) or (None if w.shape[0] else "w must have a row to choose, got none")
+
+
+def cost(x, norm, w, scale=None, eps=1e-6):
+    M, N = x.shape[0], w.shape[0]
+    return Cost(bytes=nbytes(x, norm, w, scale) + M * 12, flops=2 * M * N * x.shape[1] + 5 * x.numel() + M * N)
+
+
+@triton.jit
+def _better(value, token, other_value, other):
+    """The larger value, the first of equals; NaN beats all, so that it is seen."""
+    nan, other_nan = value != value, other_value != other_value
+    take = (~nan & (other_nan | (other_value > value))) | ((other < token) & ((other_value == value) | (nan & other_nan)))
+    return tl.where(take, other_value, value), tl.where(take, other, token)
+
+
+@triton.jit
+def _head_kernel(
+    x_ptr, norm_ptr, w_ptr, scale_ptr,  # inputs
+    value_ptr, token_ptr,  # outputs, (M, programs)
+    stride_xm, stride_wn, stride_sn,
+    N, eps,
+    M: tl.constexpr, K: tl.constexpr, KS: tl.constexpr, WARPS: tl.constexpr, TURNS: tl.constexpr,
+    QUANT: tl.constexpr, GROUP: tl.constexpr, CHAINED: tl.constexpr,
+):
+    """The largest logit among a few rows of w, and its row.  One program.
+
+    Fuses   the norm, the product and the choice: no logit is stored.
+    Moves   w and its scales in, once for all rows of x; one value and one index out for each row of x.
+    Rounds  nothing: x, w, sums and logits in fp32, the norm's factor taken out of the product.
+    """
+    begin(CHAINED)
+    pid, programs = tl.program_id(0), tl.num_programs(0)
+    n = pid.to(tl.int64) * (WARPS * TURNS) + tl.arange(0, WARPS)
+    w = held(w_ptr, n, N, stride_wn, KS, TURNS)
+    scale = scales(scale_ptr, n, N, stride_sn, KS, TURNS, QUANT, GROUP)
+    ready(CHAINED)
+
+    for m in tl.static_range(M):
+        x, squares = normed(row_of(x_ptr + m * stride_xm, n, KS, QUANT), row_of(norm_ptr, n, KS, QUANT))
+        rstd = 1.0 / tl.sqrt_rn(squares / K + eps)
+        value, token = product(w, scale, x, 0, KS, QUANT, GROUP) * rstd, n
+        value = tl.where(n < N, value, float("-inf"))
+        for turn in tl.static_range(1, TURNS):
+            row = n + turn * WARPS
+            logit = tl.where(row < N, product(w, scale, x, turn, KS, QUANT, GROUP) * rstd, float("-inf"))
+            value, token = _better(value, token, logit, row)
+        best, at = tl.reduce((value, token), 0, _better)
+        tl.store(value_ptr + m * programs + pid, best)
+        tl.store(token_ptr + m * programs + pid, at)
+
+
+@triton.jit
+def _choose_kernel(
+    value_ptr, token_ptr,  # inputs, (M, P); without tokens the place in the row is the token
+    best_ptr, at_ptr,  # outputs
+    P,
+    BLOCK: tl.constexpr, CHAINED: tl.constexpr,
+):
+    """The largest of P values and its token.  One program, one row.
+
+    Moves   a value and a token for each of P programs in, one of each out.
+    Rounds  nothing.
+    """
+    begin(CHAINED)
+    ready(CHAINED)
+    m = tl.program_id(0).to(tl.int64)
+    p = tl.arange(0, BLOCK)
+    value = tl.full((BLOCK,), float("-inf"), tl.float32)
+    token = tl.full((BLOCK,), 2**62, tl.int64)
+    for i in range(0, P, BLOCK):
+        inside = i + p < P
+        v = tl.load(value_ptr + m * P + i + p, mask=inside, other=float("-inf")).to(tl.float32)
+        t = (i + p).to(tl.int64)
+        if token_ptr is not None:
+            t = tl.load(token_ptr + m * P + i + p, mask=inside, other=2**62)
+        value, token = _better(value, token, v, tl.where(inside, t, 2**62))
+    best, at = tl.reduce((value, token), 0, _better)
+    tl.store(best_ptr + m, best)
+    tl.store(at_ptr + m, at)
+
+
+def launch(x, norm, w, scale, eps, tile):
+    M, N = x.shape[0], w.shape[0]
+    best = torch.empty(M, dtype=torch.float32, device=x.device)
+    at = torch.empty(M, dtype=torch.int64, device=x.device)
+    if not M:
+        return at, best
+    if M > FEW:
+        value, token = multiply(x, norm, w, scale, None, None, eps, out=torch.float32), None
+    else:
+        cut = plan(w, tile, ROWS)
+        P = triton.cdiv(N, cut.BLOCK_N)
+        value = torch.empty(M, P, dtype=torch.float32, device=x.device)
+        token = torch.empty(M, P, dtype=torch.int64, device=x.device)
+        _head_kernel[(P,)](
+            x, norm, w, scale, value, token, x.stride(0), w.stride(0), scale.stride(0) if scale is not None else 0, N, eps,
+            M=M, K=x.shape[1], WARPS=cut.num_warps, TURNS=cut.BLOCK_N // cut.num_warps, num_warps=cut.num_warps,
+            **storage(w, scale), **chain(),
+        )
+    BLOCK = min(CHUNK, triton.next_power_of_2(value.shape[1]))
+    _choose_kernel[(M,)](value, token, best, at, value.shape[1], BLOCK=BLOCK, num_warps=4, **chain())
+    return at, best
+
+
+KERNEL = Forward(
+    "norm_argmax", "(Tensor x, Tensor norm, Tensor w, Tensor? scale, float eps, str? tile) -> (Tensor, Tensor)", launch,
+    lambda x, norm, w, scale, eps, tile: (
+        x.new_empty(x.shape[0], dtype=torch.int64), x.new_empty(x.shape[0], dtype=torch.float32),
+    ),
+)
+
+
+def refuses(x, norm, w, scale=None, eps=1e-6):
+    return product_refused(x, w, norm=norm, scale=scale)
+
+
+def run_triton(x, norm, w, scale=None, eps=1e-6, tile=None):
+    if reason := refuses(x, norm, w, scale, eps):
+        raise error("norm_argmax", "triton", reason)
+    return KERNEL(x, norm, w, scale, eps, tile)
+
+
+def run_torch(x, norm, w, scale=None, eps=1e-6):
+    logits = F.linear(F.rms_norm(x, norm.shape, norm, eps), dense(w, scale, x.dtype))
+    value, token = logits.max(-1)
+    return token, value.to(torch.promote_types(x.dtype, torch.float32))
+
+
+OP = Op(
+    name="norm_argmax",
+    reference=reference,
+    inputs=inputs,
+    case_of=case_of,
+    check=check,
+    cases=(
+        dict(M=1, K=128, N=96), dict(M=1, K=64, N=150), dict(M=3, K=300, N=37, layout="sliced"), dict(M=0, K=64, N=8),
+        dict(M=1, K=192, N=50, quant="int4"), dict(M=2, K=64, N=45, quant="int8"), dict(M=1, K=128, N=24, quant="fp8"),
+        dict(M=9, K=100, N=13), dict(M=17, K=72, N=20),
+    ),
+    shapes={f"qwen3-0.6b head {M}": dict(M=M, K=1024, N=151936) for M in (1, 8, 64)},
+    cost=cost,
+    grads=(),
+    impls={
+        "torch": Impl(run_torch),
+        "triton": Impl(run_triton, refuses, needs="triton", limits=PRODUCT_LIMITS),
+    },
+    dynamic=("M",),
+    tiny=dict(M=16, N=32),
+)

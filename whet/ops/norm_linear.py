@@ -1,0 +1,88 @@
+"""norm_linear: rms_norm, then a product with weights that may be quantised. For decoding: few rows, weights read once."""
+
+import torch
+import torch.nn.functional as F
+
+from whet.library import Forward
+from whet.op import Cost, Impl, Op, error, lay, layout_of, nbytes
+from whet.ops._gemv import PRODUCT_LIMITS, check_product, multiply, product_refused
+from whet.ops._weights import dense, quant_of, random_weight
+
+
+def reference(x, norm, w, scale=None, bias=None, eps=1e-6):
+    """y = rms_norm(x, norm, eps) @ w.T + bias.  x (M, K);  w (N, K), or quantised with its scale.  The norm is wide inside."""
+    wide = torch.promote_types(x.dtype, torch.float32)
+    u = x.to(wide)
+    y = (u * torch.rsqrt(u.square().mean(-1, keepdim=True) + eps) * norm.to(wide)).to(x.dtype)
+    return F.linear(y, dense(w, scale, x.dtype), bias)
+
+
+def inputs(dtype, device, M, K, N, quant=None, bias=False, layout="contiguous"):
+    x, norm = torch.randn(M, K, dtype=dtype, device=device), (torch.rand(K, device=device) + 0.5).to(dtype)
+    x, (w, scale) = lay(x, layout), random_weight(N, K, quant, dtype, device)
+    return dict(x=x, norm=norm, w=w, scale=scale, bias=torch.randn(N, dtype=dtype, device=device) if bias else None, eps=1e-6)
+
+
+def case_of(x, norm, w, scale=None, bias=None, eps=1e-6):
+    case = dict(M=x.shape[0], K=x.shape[1], N=w.shape[0])
+    case |= {"quant": quant} if (quant := quant_of(w)) else {}
+    case |= {} if bias is None else {"bias": True}
+    return case if x.is_contiguous() else case | {"layout": layout_of(x)}
+
+
+def check(x, norm, w, scale=None, bias=None, eps=1e-6):
+    return check_product(x, w, scale, bias=bias, norm=norm)
+
+
+def cost(x, norm, w, scale=None, bias=None, eps=1e-6):
+    M, N = x.shape[0], w.shape[0]
+    return Cost(bytes=nbytes(x, norm, w, scale, bias) + M * N * x.element_size(), flops=2 * M * N * x.shape[1] + 5 * x.numel())
+
+
+def launch(x, norm, w, scale, bias, eps, tile):
+    return multiply(x, norm, w, scale, bias, None, eps, tile=tile)
+
+
+KERNEL = Forward(
+    "norm_linear", "(Tensor x, Tensor norm, Tensor w, Tensor? scale, Tensor? bias, float eps, str? tile) -> Tensor", launch,
+    lambda x, norm, w, scale, bias, eps, tile: x.new_empty(x.shape[0], w.shape[0]),
+)
+
+
+def refuses(x, norm, w, scale=None, bias=None, eps=1e-6):
+    return product_refused(x, w, norm=norm, bias=bias, scale=scale)
+
+
+def run_triton(x, norm, w, scale=None, bias=None, eps=1e-6, tile=None):
+    if reason := refuses(x, norm, w, scale, bias, eps):
+        raise error("norm_linear", "triton", reason)
+    return KERNEL(x, norm, w, scale, bias, eps, tile)
+
+
+def run_torch(x, norm, w, scale=None, bias=None, eps=1e-6):
+    return F.linear(F.rms_norm(x, norm.shape, norm, eps), dense(w, scale, x.dtype), bias)
+
+
+OP = Op(
+    name="norm_linear",
+    reference=reference,
+    inputs=inputs,
+    case_of=case_of,
+    check=check,
+    cases=(
+        dict(M=1, K=128, N=40), dict(M=3, K=100, N=17, layout="sliced"), dict(M=2, K=300, N=9, bias=True), dict(M=0, K=64, N=8),
+        dict(M=1, K=64, N=9, quant="int8"), dict(M=2, K=128, N=13, quant="fp8"), dict(M=3, K=192, N=13, quant="int4"),
+        dict(M=9, K=100, N=40), dict(M=20, K=128, N=24, quant="int4"), dict(M=17, K=64, N=20, quant="int8", bias=True),
+        dict(M=33, K=128, N=16, quant="fp8", layout="sliced"), dict(M=65, K=72, N=24),
+    ),
+    shapes={f"qwen3-0.6b qkv {M}": dict(M=M, K=1024, N=4096) for M in (1, 8, 64)}
+    | {f"qwen3-0.6b qkv 1 {quant}": dict(M=1, K=1024, N=4096, quant=quant) for quant in ("int8", "int4", "fp8")},
+    cost=cost,
+    grads=(),
+    impls={
+        "torch": Impl(run_torch),
+        "triton": Impl(run_triton, refuses, needs="triton", limits=PRODUCT_LIMITS),
+    },
+    dynamic=("M",),
+    tiny=dict(N=16),
+)

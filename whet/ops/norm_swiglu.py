@@ -1,0 +1,91 @@
+"""norm_swiglu: rms_norm, the gate and up projections, silu(gate) * up. For decoding: few rows, weights read once."""
+
+import torch
+import torch.nn.functional as F
+
+from whet.library import Forward
+from whet.op import Cost, Impl, Op, error, lay, layout_of, nbytes
+from whet.ops._gemv import PRODUCT_LIMITS, check_product, multiply, product_refused
+from whet.ops._weights import dense, quant_of, random_weight
+
+
+def reference(x, norm, w, scale=None, eps=1e-6):
+    """gate, up = halves of rms_norm(x, norm, eps) @ w.T;  y = silu(gate) * up.  x (M, K);  w (2F, K), its gate rows first."""
+    wide = torch.promote_types(x.dtype, torch.float32)
+    u = x.to(wide)
+    y = (u * torch.rsqrt(u.square().mean(-1, keepdim=True) + eps) * norm.to(wide)).to(x.dtype)
+    gate, up = F.linear(y, dense(w, scale, x.dtype)).to(wide).chunk(2, -1)
+    return (gate * torch.sigmoid(gate) * up).to(x.dtype)
+
+
+def inputs(dtype, device, M, K, F, quant=None, layout="contiguous"):
+    x, norm = torch.randn(M, K, dtype=dtype, device=device), (torch.rand(K, device=device) + 0.5).to(dtype)
+    x, (w, scale) = lay(x, layout), random_weight(2 * F, K, quant, dtype, device)
+    return dict(x=x, norm=norm, w=w, scale=scale, eps=1e-6)
+
+
+def case_of(x, norm, w, scale=None, eps=1e-6):
+    case = dict(M=x.shape[0], K=x.shape[1], F=w.shape[0] // 2)
+    case |= {"quant": quant} if (quant := quant_of(w)) else {}
+    return case if x.is_contiguous() else case | {"layout": layout_of(x)}
+
+
+def check(x, norm, w, scale=None, eps=1e-6):
+    if w.dim() == 2 and w.shape[0] % 2:
+        return f"w must have an even number of rows, gate and up, got {w.shape[0]}"
+    return check_product(x, w, scale, norm=norm)
+
+
+def cost(x, norm, w, scale=None, eps=1e-6):
+    M, N = x.shape[0], w.shape[0]
+    out, flops = M * N // 2, 2 * M * N * x.shape[1] + 5 * x.numel()
+    return Cost(bytes=nbytes(x, norm, w, scale) + out * x.element_size(), flops=flops + 5 * out)
+
+
+def launch(x, norm, w, scale, eps, tile):
+    return multiply(x, norm, w, scale, None, None, eps, paired=True, tile=tile)
+
+
+KERNEL = Forward(
+    "norm_swiglu", "(Tensor x, Tensor norm, Tensor w, Tensor? scale, float eps, str? tile) -> Tensor", launch,
+    lambda x, norm, w, scale, eps, tile: x.new_empty(x.shape[0], w.shape[0] // 2),
+)
+
+
+def refuses(x, norm, w, scale=None, eps=1e-6):
+    return product_refused(x, w, norm=norm, scale=scale)
+
+
+def run_triton(x, norm, w, scale=None, eps=1e-6, tile=None):
+    if reason := refuses(x, norm, w, scale, eps):
+        raise error("norm_swiglu", "triton", reason)
+    return KERNEL(x, norm, w, scale, eps, tile)
+
+
+def run_torch(x, norm, w, scale=None, eps=1e-6):
+    gate, up = F.linear(F.rms_norm(x, norm.shape, norm, eps), dense(w, scale, x.dtype)).chunk(2, -1)
+    return F.silu(gate) * up
+
+
+OP = Op(
+    name="norm_swiglu",
+    reference=reference,
+    inputs=inputs,
+    case_of=case_of,
+    check=check,
+    cases=(
+        dict(M=1, K=128, F=24), dict(M=3, K=300, F=17, layout="sliced"), dict(M=0, K=64, F=8),
+        dict(M=1, K=192, F=13, quant="int4"),
+        dict(M=2, K=64, F=9, quant="int8"), dict(M=1, K=128, F=13, quant="fp8"), dict(M=9, K=100, F=20),
+        dict(M=20, K=128, F=24, quant="int4"), dict(M=17, K=64, F=20, quant="int8", layout="sliced"), dict(M=65, K=72, F=24),
+    ),
+    shapes={f"qwen3-0.6b mlp {M}": dict(M=M, K=1024, F=3072) for M in (1, 8, 64)},
+    cost=cost,
+    grads=(),
+    impls={
+        "torch": Impl(run_torch),
+        "triton": Impl(run_triton, refuses, needs="triton", limits=PRODUCT_LIMITS),
+    },
+    dynamic=("M",),
+    tiny=dict(F=8),
+)

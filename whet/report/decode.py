@@ -1,0 +1,218 @@
+"""The decoder's figures: lines under a generated text, tables on a terminal, and the tables of README and docs."""
+
+from collections.abc import Iterator
+from pathlib import Path
+
+from rich.console import Console
+from rich.table import Table
+
+from whet.report.markdown import Records, absent, by_machine, grid, read, source
+from whet.report.tables import ms, percent, spread
+
+TITLES = {
+    "transformers": "Transformers, eager", "transformers-static": "Transformers, static cache, compiled",
+    "gpt-fast": "gpt-fast style, compiled", "gpt-fast-tuned": "gpt-fast style, compiled and tuned",
+    "whet graph": "whet, one graph a token", "whet persistent": "whet, one persistent kernel",
+}
+HEAD = ("batch", "context", "system", "weights", "ms a token", "± spread", "tokens/s", "TB/s", "of floor", "error / budget")
+
+
+def told(made: dict) -> Iterator[str]:
+    """What is said under a generated text."""
+    count = len(made["tokens"])
+    rate = f", {made['tokens_per_s']:.1f} tokens/s" if made["tokens_per_s"] else ""
+    reused = f" ({made['reused_tokens']} of them still in the cache)" if made["reused_tokens"] else ""
+    yield f"{count} tokens{rate}; the prompt has {made['prompt_tokens']}{reused}; ended by: {made['reason']}"
+    if made["first_token_s"] is not None and made["since_start_s"] is not None:
+        parts = f"imports {made['imported_s']:.2f}, weights {made['loaded_s']:.2f}"
+        begun = f"{made['since_start_s']:.2f} s after the start of the command ({parts})"
+        yield f"first token: {made['first_token_s']:.3f} s after the prompt was given, {begun}"
+    if made["floor_share"]:
+        reads = f"a token reads {made['bytes_per_token'] / 1e9:.3f} GB, at least {made['floor_s'] * 1e6:.0f} us here"
+        yield f"{percent(made['floor_share'])} of the bandwidth floor: {reads}"
+    elif made["bytes_per_token"] is None:
+        yield "share of the bandwidth floor: not measured on a CPU"
+    if made["accepted"] is not None:
+        off = "" if made["speculation"] == "on" else f"; {made['speculation']}"
+        yield f"speculation: {percent(made['accepted'])} of the drafted tokens accepted{off}"
+
+
+def show(console: Console, measured: dict) -> None:
+    if measured["note"]:
+        console.print(f"note: {measured['note']}")
+    table = Table(*HEAD, title=f"{measured['model']}, {measured['weights']} weights: one token", title_justify="left")
+    rows = ordered(measured["rows"])
+    for i, r in enumerate(rows):
+        last = i + 1 == len(rows) or point(rows[i + 1]) != point(r)
+        table.add_row(*cells(r, measured), style="bold green" if "whet" in r["system"] else None, end_section=last)
+    console.print(table)
+    for line in left_out(measured["rows"]):
+        console.print(line)
+    for line in (*prefill_lines(measured), *start_lines(measured)):
+        console.print(line)
+    if quality := measured.get("quality"):
+        show_quality(console, quality)
+
+
+def show_quality(console: Console, quality: dict) -> None:
+    if "rows" not in quality:
+        console.print(f"quality: not measured: {quality['why']}")
+        return
+    table = Table(*QUALITY, title=f"quality: {quality_of(quality)}", title_justify="left")
+    for r in quality["rows"]:
+        table.add_row(*quality_cells(r))
+    console.print(table)
+    for line in verdict_lines(quality):
+        console.print(line)
+
+
+def point(r: dict) -> tuple[int, int]:
+    return r["batch"], r["context"]
+
+
+def ordered(rows: list[dict]) -> list[dict]:
+    """What was timed, by batch and context, the slowest first: the last of a point is the best."""
+    return sorted((r for r in rows if r.get("ms")), key=lambda r: (r["batch"], r["context"], r["tokens_per_s"]))
+
+
+def cells(r: dict, measured: dict) -> list[str]:
+    return [
+        str(r["batch"]), str(r["context"]), TITLES.get(r["system"], r["system"]), r["quant"] or measured["dtype"], ms(r["ms"]),
+        ms(spread(r)), f"{r['tokens_per_s']:,.0f}", f"{r['tb_s']:.2f}" if "tb_s" in r else "-",
+        percent(r["of_floor"]) if "of_floor" in r else "-", f"{r['share']:.2f}",
+    ]
+
+
+def left_out(rows: list[dict]) -> list[str]:
+    """Every system that was not timed, with the reason; points that share one share a line."""
+    reasons: dict[tuple[str, str], list[str]] = {}
+    for r in rows:
+        if not r.get("ms"):
+            at = f"{r['quant'] + ' ' if r['quant'] else ''}batch {r['batch']} context {r['context']}"
+            reasons.setdefault((r["system"], r["why"] or "stopped before it was timed"), []).append(at)
+    return [f"not timed: {TITLES.get(name, name)} ({', '.join(at)}): {why}" for (name, why), at in reasons.items()]
+
+
+def prefill_lines(measured: dict) -> Iterator[str]:
+    for r in measured.get("prefill", []):
+        name = "whet" if r["system"] == "whet" else TITLES.get(r["system"], r["system"])
+        if not r.get("ms"):
+            yield f"prefill of {r['context']} tokens, {name}: not timed: {r['why']}"
+            continue
+        rate = f"{r['tflops']:.{0 if r['tflops'] >= 10 else 2}f} TFLOP/s"
+        share = f", {percent(r['of_ceiling'])} of the {measured['dtype']} matmul ceiling" if "of_ceiling" in r else ""
+        yield f"prefill of {r['context']} tokens, {name}: {ms(r['ms'])} ms, {rate}{share}"
+
+
+def start_lines(measured: dict) -> Iterator[str]:
+    start = measured.get("start")
+    if not start:
+        return
+    if "warm" not in start:
+        yield f"start to first token: not timed: {start['why']}"
+        return
+    for name, told_as in (("cold", f"weights {start['cold_is']}"), ("warm", "weights in the page cache, median of three")):
+        r = start[name]
+        parts = f"imports {r['imported_s']:.2f}, weights {r['loaded_s']:.2f}, prompt {r['first_token_s']:.2f}"
+        yield f"start of the process to first token, {told_as}: {r['since_start_s']:.2f} s ({parts})"
+
+
+QUALITY = ("weights", "perplexity", "in float32", "KL to float32", "± standard error", "same top-1 where decided", "of tokens")
+
+
+def quality_of(q: dict) -> str:
+    return f"{q['model']}, {q['weights']} weights, on {q['text']}, {q['path']}"
+
+
+def quality_cells(r: dict) -> list[str]:
+    top1 = "-" if r["top1"] is None else f"{100 * r['top1']:.2f}%"
+    name = "bfloat16, Transformers" if r["name"] == "transformers" else r["name"]
+    figures = ("-" if r[k] is None else f"{r[k]:.4g}" for k in ("perplexity", "reference_perplexity", "kl", "kl_error"))
+    return [name, *figures, top1, f"{r['decided']} of {r['tokens']}"]
+
+
+def verdict_lines(q: dict) -> Iterator[str]:
+    if said := q.get("verdict"):
+        how = "not worse than Transformers' eager model" + ("" if said["ok"] else f": refuted: {said['why']}")
+        yield f"{q['base']}, {q['path']}: {how}, by KL, NLL and top-1 on the same tokens"
+    if said := q.get("transformers"):
+        yield f"transformers: {said}"
+
+
+def newest(root: Path) -> Iterator[tuple[Records, dict]]:
+    """(the record under its name, what it measured), of each machine; the records of a model in the order of their age."""
+    for group in by_machine(read(root, "decode")):
+        for name, r in group.items():
+            yield {name: r}, r["measured"]
+
+
+def heading(record: Records, measured: dict) -> str:
+    gpu = next(iter(record.values()))["machine"]["name"]
+    size = f"{measured['parameters'] / 1e6:,.0f}M parameters"
+    return f"{gpu}, {measured['model']} ({size}, {measured['weights']} weights, {measured['dtype']})"
+
+
+def full(root: Path) -> str:
+    """Every system at every batch and context, then prefill and start."""
+    parts = []
+    for used, measured in newest(root):
+        rows = [cells(r, measured) for r in ordered(measured["rows"])]
+        notes = [*left_out(measured["rows"]), *prefill_lines(measured), *start_lines(measured)]
+        parts += [f"{heading(used, measured)}, greedy, {measured['tokens']} tokens a run.", grid(HEAD, rows, text=4)]
+        parts += ["\n".join(f"- {line}" for line in notes)] if notes else []
+        parts.append(source(used))
+    return "\n\n".join(parts) or absent("decode")
+
+
+def summary(root: Path) -> str:
+    """Tokens a second by system, one row for each batch and context that has a rival; whet's share of the floor."""
+    parts = []
+    for used, measured in newest(root):
+        rows = [r for r in ordered(measured["rows"]) if not r["quant"]]
+        systems = [s for s in TITLES if any(r["system"] == s for r in rows)]
+        lines = []
+        for at in dict.fromkeys(point(r) for r in rows):
+            here = {r["system"]: r for r in rows if point(r) == at}
+            ours = max((r for s, r in here.items() if "whet" in s), key=lambda r: r["tokens_per_s"], default=None)
+            rates = [f"{here[s]['tokens_per_s']:,.0f}" if s in here else "-" for s in systems]
+            floor = percent(ours["of_floor"]) if ours and "of_floor" in ours else "-"
+            lines.append([str(at[0]), str(at[1]), *rates, floor])
+        head = ("batch", "context", *(TITLES[s] for s in systems), "whet, of floor")
+        if lines:
+            parts += [f"{heading(used, measured)}, greedy, tokens a second.", grid(head, lines, text=2), source(used)]
+    return "\n\n".join(parts) or absent("decode")
+
+
+def quality(root: Path) -> str:
+    """What quantising costs in quality."""
+    parts = []
+    for used, measured in newest(root):
+        q = measured.get("quality") or {}
+        if "rows" in q:
+            parts += [f"{quality_of(q)}.", grid(QUALITY, [quality_cells(r) for r in q["rows"]])]
+            parts += ["\n".join(f"- {line}" for line in lines)] if (lines := list(verdict_lines(q))) else []
+            parts.append(source(used))
+    return "\n\n".join(parts) or absent("decode")
+
+
+def profiles(root: Path) -> str:
+    """One token before and after, and what it is made of after, of each profile of a built-in decoder."""
+    parts = []
+    for name, r in read(root, "profile").items():
+        before, after = r["measured"], r["measured"].get("after")
+        if not after:
+            continue
+        floor = f"a token must read {after['bytes'] / 1e6:,.0f} MB, {ms(after['floor_ms'])} ms at the measured copy rate"
+        both = [
+            (told_as, ms(m["step"]["ms"]), f"{1e3 / m['step']['ms']:,.0f}", f"{m['launches']:g}", ms(m["busy_ms"]),
+             percent(after["floor_ms"] / m["step"]["ms"]))
+            for told_as, m in (("before: plain formulas, launched one by one", before), ("after: decode ops, one graph", after))
+        ]
+        head = ("one token", "ms", "tokens/s", "kernels", "GPU busy ms", "of floor")
+        rows = [(p["part"], ms(p["ms"]), percent(p["share"]), f"{p['launches']:g}") for p in after["layers"]]
+        parts += [f"{before['target']}: {floor}.", grid(head, both)]
+        parts += [grid(("part, after, all layers", "ms", "share", "kernels"), rows), source({name: r})]
+    return "\n\n".join(parts) or absent("profile")
+
+
+TABLES = {"decode": full, "decode-summary": summary, "decode-quality": quality, "decode-profile": profiles}
