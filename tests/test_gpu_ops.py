@@ -7,6 +7,7 @@ from test_registered import gradients, kernel_of, replay_with_new_values
 
 from whet.op import as_tuple, discover, tensors
 from whet.ops._chain import chained
+from whet.ops._gemv import alike
 from whet.verify import evaluate, judge, verify_case, widen
 
 pytestmark = pytest.mark.gpu
@@ -60,6 +61,12 @@ def ends(v, length: int, where: slice):
     return v[where] if isinstance(v, torch.Tensor) and v.dim() and v.shape[0] == length else v
 
 
+def enough_memory(needed: int = 72 << 30) -> None:
+    free = torch.cuda.mem_get_info()[0]
+    if free < needed:
+        pytest.skip(f"needs {needed >> 30} GiB of GPU memory, {free >> 30} are free")
+
+
 def results(op, function, args, douts):
     """Outputs and gradients of one run under given upstream gradients."""
     leaves = {k: v.detach().requires_grad_(k in op.grads) if isinstance(v, torch.Tensor) else v for k, v in args.items()}
@@ -72,9 +79,7 @@ def results(op, function, args, douts):
 @pytest.mark.parametrize("op, impl", every_kernel(trained))
 def test_tensors_past_two_to_the_31_elements(op, impl, device):
     """Upstream gradients are zero but for the last rows, so every gradient is that of the reference on those rows."""
-    needed, free = 72 << 30, torch.cuda.mem_get_info()[0]
-    if free < needed:
-        pytest.skip(f"needs {needed >> 30} GiB of GPU memory, {free >> 30} are free")
+    enough_memory()
     case = past_int32(op, impl)
     if reason := op.impls[impl].refuses(**op.inputs(dtype=torch.bfloat16, device="meta", **case)):
         pytest.skip(f"refused: {reason}")
@@ -101,6 +106,7 @@ def test_tensors_past_two_to_the_31_elements(op, impl, device):
 @pytest.mark.parametrize("op, impl", every_kernel(lambda op: not trained(op)))
 def test_the_last_rows_of_tensors_past_two_to_the_31_elements_in_inference(op, impl, device):
     """The first input, or what is changed in place, passes them; other sizes are cut, since a result for each row is kept."""
+    enough_memory()
     case = shapes_of(op, impl)[0]
     case |= {k: min(v, case[k]) for k, v in op.tiny.items() if k in case}
     args, size = op.inputs(dtype=torch.bfloat16, device="meta", **case), op.dynamic[0]
@@ -114,6 +120,19 @@ def test_the_last_rows_of_tensors_past_two_to_the_31_elements_in_inference(op, i
     actual = {f"output {i}": o[-ROWS:] for i, o in enumerate(outs)} | {f"changed {k}": args[k][-ROWS:] for k in op.mutates}
     verdict = judge(actual, eager, oracle)
     assert verdict.ok, verdict.why
+
+
+@pytest.mark.parametrize("op, impl, case", [p for p in BENCH if not trained(p.values[0])])
+def test_a_row_has_the_same_bits_alone_and_among_others_at_a_bench_shape(op, impl, case, device):
+    """Sizes choose how a kernel is cut. Eight rows at most where that is asked for: more are for the tensor cores."""
+    case = case | {op.dynamic[0]: 8}
+    args = op.inputs(dtype=torch.bfloat16, device=device, **case)
+    with alike():
+        whole = evaluate(op, kernel_of(op, impl), args, False)
+    batched = [k for k, v in args.items() if k in ("x", "res", "qkv", "positions", *op.mutates)]
+    for where in (slice(5, 6), slice(2, 5)):
+        part = evaluate(op, kernel_of(op, impl), args | {k: args[k][where] for k in batched}, False)
+        assert_same_bits(part, {k: v[where] for k, v in whole.items()})
 
 
 @pytest.mark.parametrize("op, impl, case", [p for p in BENCH if not trained(p.values[0])])

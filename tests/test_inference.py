@@ -14,6 +14,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from whet import machine
 from whet.cli import bench_calls
 from whet.op import DTYPES, Call, Impl, as_tuple, discover, lay, tensors
+from whet.ops._gemv import alike
 from whet.verify import evaluate, own, verify, verify_case
 from whet.worker import answer_measure, answer_verify
 
@@ -58,15 +59,17 @@ def sizes(op) -> dict:
     return {"K": 192, "F" if op.name == "norm_swiglu" else "N": 6}
 
 
-@pytest.mark.parametrize("dtype, quant", [("float32", None), *(("bfloat16", q) for q in (None, "int8", "int4", "fp8"))])
+@pytest.mark.parametrize("quant", [None, "int4"])
 @PRODUCTS
-def test_a_row_has_the_same_bits_alone_and_among_others(op, dtype, quant, device):
-    args = op.inputs(dtype=DTYPES[dtype], device=device, M=8, quant=quant, **sizes(op))
+def test_a_row_has_the_same_bits_alone_and_among_others(op, quant, device):
+    """Up to eight where that is asked for, a few in any case."""
+    args = op.inputs(dtype=torch.bfloat16, device=device, M=8, quant=quant, **sizes(op))
 
     def rows(where: slice) -> list[torch.Tensor]:
         return list(as_tuple(op.impls["triton"].run(**args | {k: args[k][where] for k in ("x", "res") if k in args})))
 
-    whole = rows(slice(0, 8))
+    with alike():
+        whole = rows(slice(0, 8))
     for where in (slice(5, 6), slice(2, 5)):
         assert all(torch.equal(part, every[where]) for part, every in zip(rows(where), whole)), where
 
@@ -94,9 +97,11 @@ def test_eight_tokens_at_once_have_the_bits_of_one_after_another_across_a_span(w
 
 
 def test_what_is_known_of_the_longest_context_does_not_change_the_bits(device):
-    args = ATTENTION.inputs(dtype=torch.bfloat16, device=device, B=2, H=2, KV=1, D=16, S=2 * SPAN + 100, at=100)
-    known, unknown = (evaluate(ATTENTION, kernel_of(ATTENTION), args | dict(context=c), False) for c in (101, 0))
-    assert_same_bits(known, unknown)
+    """One span stores its rows itself; several are joined."""
+    args = ATTENTION.inputs(dtype=torch.bfloat16, device=device, B=2, H=2, KV=1, D=16, S=3 * SPAN, at=SPAN - 2)
+    one, two, unknown = (evaluate(ATTENTION, kernel_of(ATTENTION), args | dict(context=c), False) for c in (SPAN, SPAN + 1, 0))
+    assert_same_bits(one, two)
+    assert_same_bits(one, unknown)
 
 
 @pytest.mark.parametrize("at, T", [(SPAN - 1, 1), (SPAN, 1), (SPAN - 8, 8), (SPAN - 7, 8), (SPAN - 1, 2), (2 * SPAN - 1, 2)])
@@ -113,7 +118,7 @@ def in_chunks(monkeypatch):
 
 
 @pytest.mark.usefixtures("in_chunks")
-@pytest.mark.parametrize("case", [dict(M=1, K=64, N=301), dict(M=2, K=64, N=279), dict(M=9, K=64, N=37)], ids=case_id)
+@pytest.mark.parametrize("case", [dict(M=1, K=64, N=530), dict(M=9, K=64, N=140)], ids=case_id)
 def test_the_largest_is_found_across_chunks(case, device):
     verdict = verify_case(OPS["norm_argmax"], "triton", case, "float32", device)
     assert verdict.ok, verdict.why
@@ -124,19 +129,22 @@ def test_the_largest_is_found_across_chunks(case, device):
 def test_of_equal_logits_the_first_is_chosen(M, device):
     """Among the rows of one warp, of one program, of another, of another chunk."""
     op = OPS["norm_argmax"]
-    args = op.inputs(dtype=torch.bfloat16, device=device, M=M, K=64, N=300)
-    pairs = [(3, 7), (8, 5), (2, 18), (19, 290), (0, 299), (40, 41), (42, 43), (44, 45), (46, 47)][:M]
+    N = 279 if M == 4 else 140
+    args = op.inputs(dtype=torch.bfloat16, device=device, M=M, K=64, N=N)
+    pairs = [(3, 7), (8, 5), (2, 18), (19, N - 9), (0, N - 1), (40, 41), (42, 43), (44, 45), (46, 47)][:M]
     for x, pair in zip(args["x"], pairs):
         args["w"][list(pair)] = x / 4
-    assert kernel_of(op)(**args)[0].tolist() == op.reference(**args)[0].tolist() == [min(pair) for pair in pairs]
+    with alike():
+        token = kernel_of(op)(**args)[0]
+    assert token.tolist() == op.reference(**args)[0].tolist() == [min(pair) for pair in pairs]
 
 
 @pytest.mark.usefixtures("in_chunks")
 @pytest.mark.parametrize("M", [1, 9])
 def test_a_logit_that_is_not_a_number_is_chosen_so_that_it_is_seen(M, device):
     op = OPS["norm_argmax"]
-    args = op.inputs(dtype=torch.bfloat16, device=device, M=M, K=64, N=300)
-    args["w"][290] = args["w"][40] = float("nan")
+    args = op.inputs(dtype=torch.bfloat16, device=device, M=M, K=64, N=140)
+    args["w"][130] = args["w"][40] = float("nan")
     token, value = kernel_of(op)(**args)
     assert token.tolist() == op.reference(**args)[0].tolist() == [40] * M and value.isnan().all()
 

@@ -252,7 +252,7 @@ class Qwen3(nn.Module):
     def step(self, tokens, cache_k, cache_v, positions, context: int = 0):
         """extend for at most 8 new tokens a row, by the decode ops: five kernels a layer, one after the other.
 
-        context   no token stands beyond this many: the host's upper bound, which sets how far attention's grid goes; 0: the cache
+        context   no token stands at this place or beyond: the host's bound, which sets attention's grid; 0: the cache's end
         """
         (B, T), ops, eps = tokens.shape, self.ops, self.c.eps
         h = F.embedding(tokens.reshape(-1), self.embed)

@@ -11,8 +11,6 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 from whet import machine
 
 _chain: list[bool] = []
-import os
-EARLY = tl.constexpr(os.environ.get("LATE") != "1")
 
 
 @contextlib.contextmanager
@@ -40,7 +38,7 @@ def chain() -> dict:
 @triton.jit
 def begin(CHAINED: tl.constexpr):
     """Let the next kernel of the chain start: it too waits before it reads what this one writes."""
-    if CHAINED and EARLY:
+    if CHAINED:
         gdc_launch_dependents()
 
 
@@ -49,5 +47,3 @@ def ready(CHAINED: tl.constexpr):
     """Wait for all that the kernels before have written."""
     if CHAINED:
         gdc_wait()
-        if not EARLY:
-            gdc_launch_dependents()

@@ -73,9 +73,13 @@ def _many_kernel(
     tl.store(y_ptr + m[:, None] * stride_ym + n[None, :], acc, mask=inside)
 
 
-def cut(M: int, N: int) -> tuple[int, int, int, int]:
+def cut(N: int, dtype: torch.dtype) -> tuple[int, int, int, int]:
     """BLOCK_N, BLOCK_K, warps, stages: narrow enough that every SM has rows of w to read."""
-    return (32 if N >= 4096 else 16), 128, 4, 4
+    if dtype == torch.float32:
+        return 16, 64, 4, 3
+    if N < 2048:
+        return 16, 256, 4, 5
+    return (32, 128, 4, 4) if N < 2**16 else (64, 64, 4, 4)
 
 
 def many(x, norm, w, scale, bias, res, y, strides, eps, how, tile=None) -> torch.Tensor:
@@ -84,8 +88,8 @@ def many(x, norm, w, scale, bias, res, y, strides, eps, how, tile=None) -> torch
     if norm is not None:
         x = normed(x, norm, eps)
         strides = (x.stride(0), *strides[1:])
-    BLOCK_M = min(64, max(16, triton.next_power_of_2(M)))
-    BLOCK_N, BLOCK_K, warps, stages = tile or cut(M, N)
+    BLOCK_M = 64  # a row of fewer is slower: M = 8 took 1171 us of an H200 for 28 layers in tiles of 16, 743 in tiles of 64
+    BLOCK_N, BLOCK_K, warps, stages = tile or cut(N, x.dtype)
     if how["QUANT"] == "int4":
         BLOCK_K = min(BLOCK_K, how["GROUP"])
     _many_kernel[(triton.cdiv(N, BLOCK_N), triton.cdiv(M, BLOCK_M))](

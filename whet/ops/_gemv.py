@@ -7,6 +7,8 @@ The rows of x are taken one by one, each in the same order of sums: a row's bits
 # Tuples that grow in jitted loops:
 # mypy: disable-error-code="assignment"
 
+import contextlib
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 import torch
@@ -21,8 +23,25 @@ from whet.ops._rows import KERNEL_DTYPES
 from whet.ops._weights import check_weight, columns, quant_of
 
 WIDE = tl.constexpr(256)  # columns of a tile: eight a thread of one warp
-FEW = 8  # rows of x taken one by one; more go through the tensor cores
+BY_BITS = tl.constexpr(not triton.knobs.runtime.interpret and not torch.version.hip)
+FEW, EXACT = 3, 8  # rows of x taken one by one: where that is faster than tensor cores, and at most
 FP8 = (8, 9)  # the lowest compute capability that converts fp8
+_alike: list[bool] = []
+
+
+@contextlib.contextmanager
+def alike(wanted: bool = True) -> Iterator[None]:
+    """Within the block up to 8 rows of x are taken one by one: a row's bits are those it would have alone."""
+    _alike.append(wanted)
+    try:
+        yield
+    finally:
+        _alike.pop()
+
+
+def few() -> int:
+    """How many rows of x are taken one by one."""
+    return EXACT if _alike and _alike[-1] else FEW
 
 
 @dataclass(frozen=True)
@@ -39,9 +58,13 @@ class Rows:
         return Rows(int(n), int(warps))
 
 
-def plan(w: torch.Tensor, tile: str | None, rows: int = 4) -> Rows:
-    """By default a row of w to each of four warps."""
-    return Rows.parse(tile) if tile else Rows(rows, 4)
+def plan(w: torch.Tensor, tile: str | None, M: int) -> Rows:
+    """By default, for one row of x: two rows of w to each of eight warps where w is tall, else a row to each of two."""
+    if tile:
+        return Rows.parse(tile)
+    if M > 1:
+        return Rows(4, 4)
+    return Rows(16, 8) if w.shape[0] >= 4096 else Rows(2, 2)
 
 
 PRODUCT_LIMITS = (
@@ -160,19 +183,28 @@ def normed(x, norm):
 
 
 @triton.jit
-def wide(w, QUANT: tl.constexpr):
-    """Stored weights in fp32. int8 by its bits, as 2^23 + 128 + w: converting an integer takes eight times as long."""
-    if QUANT == "int8":
-        u = (w.to(tl.uint8, bitcast=True) ^ 128).to(tl.uint32) | 0x4B000000
-        return u.to(tl.float32, bitcast=True) - 8388736.0
+def from_bytes(u, BIAS: tl.constexpr):
+    """Unsigned bytes less BIAS in fp32: set into the bits of 2^23 + u. Converting an integer takes longer."""
+    if BY_BITS:
+        return tl.inline_asm_elementwise(
+            """
+            prmt.b32 $0, $4, 0x4B000000, 0x7440;
+            prmt.b32 $1, $4, 0x4B000000, 0x7441;
+            prmt.b32 $2, $4, 0x4B000000, 0x7442;
+            prmt.b32 $3, $4, 0x4B000000, 0x7443;
+            """, "=r,=r,=r,=r,r", [u], dtype=tl.float32, is_pure=True, pack=4,
+        ) - (8388608.0 + BIAS)
     else:
-        return w.to(tl.float32)
+        return u.to(tl.float32) - BIAS
 
 
 @triton.jit
-def nibble(w):
-    """Four bits as fp32, less 8."""
-    return (w.to(tl.uint32) | 0x4B000000).to(tl.float32, bitcast=True) - 8388616.0
+def wide(w, QUANT: tl.constexpr):
+    """Stored weights in fp32."""
+    if QUANT == "int8":
+        return from_bytes(w.to(tl.uint8, bitcast=True) ^ 128, 128.0)
+    else:
+        return w.to(tl.float32)
 
 
 @triton.jit
@@ -184,8 +216,8 @@ def product(w, scale, x, TURN: tl.constexpr, KS: tl.constexpr, QUANT: tl.constex
         sums = tl.zeros((warps, WIDE // 8), tl.float32)
         for i in tl.static_range(TILES):
             stored = w[TURN * TILES + i]
-            lo = tl.reshape(nibble(stored & 15) * x[i], (warps, WIDE // 8, 8))
-            hi = tl.reshape(nibble(stored >> 4) * x[TILES + i], (warps, WIDE // 8, 8))
+            lo = tl.reshape(from_bytes(stored & 15, 8.0) * x[i], (warps, WIDE // 8, 8))
+            hi = tl.reshape(from_bytes(stored >> 4, 8.0) * x[TILES + i], (warps, WIDE // 8, 8))
             sums += tl.sum(lo, axis=2) * scale[2 * (TURN * TILES + i)]
             sums += tl.sum(hi, axis=2) * scale[2 * (TURN * TILES + i) + 1]
         y = tl.sum(sums, axis=1)
@@ -226,7 +258,14 @@ def _few_kernel(
     ready(CHAINED)
 
     for m in tl.static_range(M):
-        x, rstd = row_of(x_ptr + m * stride_xm, n, KS, QUANT), 1.0
+        x, rstd, added = row_of(x_ptr + m * stride_xm, n, KS, QUANT), 1.0, ()
+        for turn in tl.static_range(TURNS):
+            row, more = n + turn * WARPS, tl.zeros((WARPS,), tl.float32)
+            if bias_ptr is not None:
+                more += tl.load(bias_ptr + row, mask=row < N, other=0.0).to(tl.float32)
+            if res_ptr is not None:
+                more += tl.load(res_ptr + m * stride_rm + row, mask=row < N, other=0.0).to(tl.float32)
+            added = added + (more,)
         if norm_ptr is not None:
             x, squares = normed(x, norm)
             rstd = 1.0 / tl.sqrt_rn(squares / K + eps)
@@ -235,11 +274,7 @@ def _few_kernel(
             y = product(w, scale, x, turn, KS, QUANT, GROUP) * rstd
             if PAIRED:
                 y = y * tl.sigmoid(y) * (product(up, up_scale, x, turn, KS, QUANT, GROUP) * rstd)
-            if bias_ptr is not None:
-                y += tl.load(bias_ptr + row, mask=row < N, other=0.0).to(tl.float32)
-            if res_ptr is not None:
-                y += tl.load(res_ptr + m * stride_rm + row, mask=row < N, other=0.0).to(tl.float32)
-            tl.store(y_ptr + m * stride_ym + row, y, mask=row < N)
+            tl.store(y_ptr + m * stride_ym + row, y + added[turn], mask=row < N)
 
 
 def multiply(x, norm, w, scale, bias, res, eps, paired=False, tile=None, out=None):
@@ -251,9 +286,9 @@ def multiply(x, norm, w, scale, bias, res, eps, paired=False, tile=None, out=Non
         return y
     strides = (x.stride(0), w.stride(0), *(0 if t is None else t.stride(0) for t in (scale, res)), N)
     how = storage(w, scale) | dict(PAIRED=paired) | chain()
-    if M > FEW:
+    if few() < M:
         return many(x, norm, w, scale, bias, res, y, strides, eps, how)
-    cut = plan(w, tile)
+    cut = plan(w, tile, M)
     _few_kernel[(triton.cdiv(N, cut.BLOCK_N),)](
         x, norm, w, scale, bias, res, y, *strides, N, eps,
         M=M, WARPS=cut.num_warps, TURNS=cut.BLOCK_N // cut.num_warps, num_warps=cut.num_warps, K=K, **how,

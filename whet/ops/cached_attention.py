@@ -12,7 +12,7 @@ from whet.ops._rows import KERNEL_DTYPES
 from whet.ops.attention.common import LOG2E, dot, dot_add
 
 SPAN = 64  # keys that one program attends to: always cut there, so that a row's bits do not depend on the grid
-WARPS = 8  # to hold them
+WARPS = {True: 8, False: 4}  # for one or two sequences, and for more
 PROGRAMS = 2  # an SM's share of programs, at most, where there are spans enough
 GATHER = 16  # spans whose results are joined at a time
 MOST = 8  # new tokens of a sequence in one call
@@ -108,18 +108,21 @@ def cost(qkv, k_cache, v_cache, positions, cos, sin, q_norm=None, k_norm=None, w
 
 
 @triton.jit
-def rotated(x_ptr, norm_ptr, cos_ptr, sin_ptr, at, live, eps, D: tl.constexpr, HALF: tl.constexpr):
-    """A head a row, normed and rotated to positions `at`, its halves (rows, HALF) in fp32: read as they lie, nothing is gathered."""
+def halves(x_ptr, live, D: tl.constexpr, HALF: tl.constexpr):
+    """The two halves of a row each, (rows, HALF) in fp32: read as they lie, nothing is gathered."""
     d = tl.arange(0, HALF)[None, :]
     there = live[:, None] & (d < D // 2)
     x = tl.load(x_ptr[:, None] + d, mask=there, other=0.0).to(tl.float32)
-    y = tl.load(x_ptr[:, None] + D // 2 + d, mask=there, other=0.0).to(tl.float32)
-    c = tl.load(cos_ptr + at[:, None] * (D // 2) + d, mask=there, other=0.0).to(tl.float32)
-    s = tl.load(sin_ptr + at[:, None] * (D // 2) + d, mask=there, other=0.0).to(tl.float32)
-    if norm_ptr is not None:
+    return x, tl.load(x_ptr[:, None] + D // 2 + d, mask=there, other=0.0).to(tl.float32)
+
+
+@triton.jit
+def rotated(x, y, c, s, wx, wy, eps, D: tl.constexpr, HAS_NORM: tl.constexpr):
+    """Halves of heads, normed by weights wx, wy and rotated."""
+    if HAS_NORM:
         rstd = 1.0 / tl.sqrt_rn(tl.sum(x * x + y * y, axis=1, keep_dims=True) / D + eps)
-        x *= rstd * tl.load(norm_ptr + d, mask=d < D // 2, other=0.0).to(tl.float32)
-        y *= rstd * tl.load(norm_ptr + D // 2 + d, mask=d < D // 2, other=0.0).to(tl.float32)
+        x *= rstd * wx
+        y *= rstd * wy
     return x * c - y * s, y * c + x * s
 
 
@@ -135,75 +138,103 @@ def keys_of(k_ptr, v_ptr, j, stride_ks, stride_vs, position, window, D: tl.const
 
 
 @triton.jit
+def attended(
+    qx, qy, kx, ky, v, j, at, live, place, split, out_ptr, most_ptr, total_ptr, window, scale,
+    D: tl.constexpr, BLOCK_D: tl.constexpr, SPLITS: tl.constexpr,
+):
+    """The rows of queries over one span of keys, stored."""
+    d = tl.arange(0, BLOCK_D)[None, :]
+    score = dot_add(dot(qx, tl.trans(kx)), qy, tl.trans(ky)) * scale
+    seen = (j[None, :] <= at[:, None]) & ((window == 0) | (j[None, :] + window > at[:, None]))
+    score = tl.where(seen, score, float("-inf"))
+    most = tl.max(score, axis=1)
+    p = tl.exp2(score - tl.where(most == float("-inf"), 0.0, most)[:, None])
+    total = tl.sum(p, axis=1)
+    acc = dot(p.to(v.dtype), v)
+    inside = live[:, None] & (d < D)
+    if SPLITS == 1:
+        tl.store(out_ptr + place[:, None] * D + d, acc / total[:, None], mask=inside)
+    else:
+        tl.store(out_ptr + (place * SPLITS + split)[:, None] * D + d, acc, mask=inside)
+        tl.store(most_ptr + place * SPLITS + split, most, mask=live)
+        tl.store(total_ptr + place * SPLITS + split, total, mask=live)
+
+
+@triton.jit
 def _attend_kernel(
     qkv_ptr, k_ptr, v_ptr, positions_ptr, cos_ptr, sin_ptr, q_norm_ptr, k_norm_ptr,  # inputs; the caches are written too
     out_ptr, most_ptr, total_ptr,  # outputs: the rows, or with SPLITS > 1 each span's sums and their weights
     stride_qb, stride_qt, stride_kb, stride_kh, stride_ks, stride_vb, stride_vh, stride_vs,
     window, scale, eps,
     T: tl.constexpr, H: tl.constexpr, KV: tl.constexpr, D: tl.constexpr, SPLITS: tl.constexpr,
-    BLOCK_R: tl.constexpr, BLOCK_D: tl.constexpr, SPAN: tl.constexpr, CHAINED: tl.constexpr,
+    BLOCK_R: tl.constexpr, BLOCK_D: tl.constexpr, SPAN: tl.constexpr, LOOPS: tl.constexpr, CHAINED: tl.constexpr,
 ):
-    """Attention of T new tokens of one sequence, all query heads of one key head, over every P-th span of SPAN keys.  One program of P.
+    """Attention of T new tokens of one sequence, all query heads of one key head, over every P-th SPAN keys.  One program of P.
 
-    Fuses   QK norm, RoPE and the write of the new keys and values. In a chain the first span's old ones are on their way before
-            qkv is there; the next span's while one is worked on. Row r of the tile is token r // G of head r % G.
-    Moves   its spans' keys and values in, qkv in; T keys and values out, and one row a head, or with SPLITS > 1 fp32 sums a span.
+    Fuses   QK norm, RoPE and the write of the new keys and values. In a chain the last span's old ones are on their way before
+            qkv is there: mostly it is the only one. Row r of the tile is token r // G of head r % G.
+    Moves   its spans' keys and values in, qkv in; T keys and values out, and a row a head, or with SPLITS > 1 fp32 sums a span.
     Rounds  q and the new keys to the storage dtype once, after norm and rotation; scores, weights and sums in fp32, the weights
             to the storage dtype as operand of the second product; the row once.
     """
     begin(CHAINED)
     first, h, b = tl.program_id(0), tl.program_id(1), tl.program_id(2).to(tl.int64)
-    position = tl.load(positions_ptr + b)
-    if first * SPAN >= position + T:
+    position, P = tl.load(positions_ptr + b), tl.num_programs(0)
+    spans = tl.cdiv(position + T, SPAN).to(tl.int32)
+    if first >= spans:
         return
+    last = first + (spans - 1 - first) // P * P
     dtype: tl.constexpr = k_ptr.dtype.element_ty
     k_ptr += b * stride_kb + h * stride_kh
     v_ptr += b * stride_vb + h * stride_vh
-    j = first * SPAN + tl.arange(0, SPAN)
+    j = last * SPAN + tl.arange(0, SPAN)
     kx, ky, v = keys_of(k_ptr, v_ptr, j, stride_ks, stride_vs, position, window, D, BLOCK_D)
     d, half = tl.arange(0, BLOCK_D)[None, :], tl.arange(0, BLOCK_D // 2)[None, :]
     G: tl.constexpr = H // KV
     r = tl.arange(0, BLOCK_R)
     live, at = r // G < T, position + r // G
     place = (b * T + r // G) * H + h * G + r % G
+    H2: tl.constexpr = BLOCK_D // 2
+    one = tl.arange(0, 1)
+    HAS_NORM: tl.constexpr = q_norm_ptr is not None
+    c = tl.load(cos_ptr + at[:, None] * (D // 2) + half, mask=live[:, None] & (half < D // 2), other=0.0).to(tl.float32)
+    s = tl.load(sin_ptr + at[:, None] * (D // 2) + half, mask=live[:, None] & (half < D // 2), other=0.0).to(tl.float32)
+    qwx, qwy, kwx, kwy = c, c, c, c
+    if q_norm_ptr is not None:
+        qwx, qwy = halves(q_norm_ptr + one, one == 0, D, H2)
+        kwx, kwy = halves(k_norm_ptr + one, one == 0, D, H2)
     qkv_ptr += b * stride_qb
     ready(CHAINED)
 
-    heads = qkv_ptr + (r // G) * stride_qt + (h * G + r % G) * D
-    qx, qy = rotated(heads, q_norm_ptr, cos_ptr, sin_ptr, at, live, eps, D, BLOCK_D // 2)
+    x, y = halves(qkv_ptr + (r // G) * stride_qt + (h * G + r % G) * D, live, D, H2)
+    new_x, new_y = halves(qkv_ptr + (H + h) * D + one, one == 0, D, H2)
+    new_v = tl.load(qkv_ptr + (H + KV + h) * D + d, mask=d < D, other=0.0)
+    qx, qy = rotated(x, y, c, s, qwx, qwy, eps, D, HAS_NORM)
     qx, qy = qx.to(dtype), qy.to(dtype)
-    for split in range(first, tl.cdiv(position + T, SPAN).to(tl.int32), tl.num_programs(0)):
-        j = split * SPAN + tl.arange(0, SPAN)
-        if (split + 1) * SPAN > position:
-            for t in tl.static_range(T):
-                new = position + t + tl.arange(0, 1)
-                here = (new // SPAN == split)[:, None]
-                row = qkv_ptr + t * stride_qt + (H + h) * D + tl.arange(0, 1)
-                x_new, y_new = rotated(row, k_norm_ptr, cos_ptr, sin_ptr, new, new >= 0, eps, D, BLOCK_D // 2)
-                v_new = tl.load(row[:, None] + KV * D + d, mask=d < D, other=0.0).to(dtype)
-                its = (j == position + t)[:, None]
-                kx, ky, v = tl.where(its, x_new.to(dtype), kx), tl.where(its, y_new.to(dtype), ky), tl.where(its, v_new, v)
-                tl.store(k_ptr + new[:, None] * stride_ks + half, x_new.to(dtype), mask=(half < D // 2) & here)
-                tl.store(k_ptr + new[:, None] * stride_ks + D // 2 + half, y_new.to(dtype), mask=(half < D // 2) & here)
-                tl.store(v_ptr + new[:, None] * stride_vs + d, v_new, mask=(d < D) & here)
-        after = (split + tl.num_programs(0)) * SPAN + tl.arange(0, SPAN)
-        next_kx, next_ky, next_v = keys_of(k_ptr, v_ptr, after, stride_ks, stride_vs, position, window, D, BLOCK_D)
-
-        s = dot_add(dot(qx, tl.trans(kx)), qy, tl.trans(ky)) * scale
-        seen = (j[None, :] <= at[:, None]) & ((window == 0) | (j[None, :] + window > at[:, None]))
-        s = tl.where(seen, s, float("-inf"))
-        most = tl.max(s, axis=1)
-        p = tl.exp2(s - tl.where(most == float("-inf"), 0.0, most)[:, None])
-        total = tl.sum(p, axis=1)
-        acc = dot(p.to(dtype), v)
-        inside = live[:, None] & (d < D)
-        if SPLITS == 1:
-            tl.store(out_ptr + place[:, None] * D + d, acc / total[:, None], mask=inside)
-        else:
-            tl.store(out_ptr + (place * SPLITS + split)[:, None] * D + d, acc, mask=inside)
-            tl.store(most_ptr + place * SPLITS + split, most, mask=live)
-            tl.store(total_ptr + place * SPLITS + split, total, mask=live)
-        kx, ky, v = next_kx, next_ky, next_v
+    if LOOPS:
+        for split in tl.range(first, last, P, num_stages=3):
+            i = split * SPAN + tl.arange(0, SPAN)
+            old_x, old_y, old_v = keys_of(k_ptr, v_ptr, i, stride_ks, stride_vs, position, window, D, BLOCK_D)
+            attended(
+                qx, qy, old_x, old_y, old_v, i, at, live, place, split, out_ptr, most_ptr, total_ptr, window, scale,
+                D, BLOCK_D, SPLITS,
+            )
+    if (last + 1) * SPAN > position:
+        for t in tl.static_range(T):
+            new = position + t + one
+            if t > 0:
+                new_x, new_y = halves(qkv_ptr + t * stride_qt + (H + h) * D + one, one == 0, D, H2)
+                new_v = tl.load(qkv_ptr + t * stride_qt + (H + KV + h) * D + d, mask=d < D, other=0.0)
+            new_c = tl.load(cos_ptr + new[:, None] * (D // 2) + half, mask=half < D // 2, other=0.0).to(tl.float32)
+            new_s = tl.load(sin_ptr + new[:, None] * (D // 2) + half, mask=half < D // 2, other=0.0).to(tl.float32)
+            kx_t, ky_t = rotated(new_x, new_y, new_c, new_s, kwx, kwy, eps, D, HAS_NORM)
+            kx_t, ky_t, v_t = kx_t.to(dtype), ky_t.to(dtype), new_v.to(dtype)
+            its, here = (j == position + t)[:, None], (new // SPAN == last)[:, None]
+            kx, ky, v = tl.where(its, kx_t, kx), tl.where(its, ky_t, ky), tl.where(its, v_t, v)
+            tl.store(k_ptr + new[:, None] * stride_ks + half, kx_t, mask=(half < D // 2) & here)
+            tl.store(k_ptr + new[:, None] * stride_ks + D // 2 + half, ky_t, mask=(half < D // 2) & here)
+            tl.store(v_ptr + new[:, None] * stride_vs + d, v_t, mask=(d < D) & here)
+    attended(qx, qy, kx, ky, v, j, at, live, place, last, out_ptr, most_ptr, total_ptr, window, scale, D, BLOCK_D, SPLITS)
 
 
 @triton.jit
@@ -254,11 +285,12 @@ def launch(qkv, k_cache, v_cache, positions, cos, sin, q_norm, k_norm, window, c
     if splits > 1:
         acc = torch.empty(B * T * H, splits, D, dtype=torch.float32, device=qkv.device)
         most, total = (torch.empty(B * T * H, splits, dtype=torch.float32, device=qkv.device) for _ in range(2))
-    how = dict(T=T, H=H, D=D, SPLITS=splits, BLOCK_D=triton.next_power_of_2(D), SPAN=SPAN) | chain()
-    _attend_kernel[(min(splits, max(1, PROGRAMS * machine.sm_count() // (KV * B))), KV, B)](
+    how = dict(T=T, H=H, D=D, SPLITS=splits, BLOCK_D=max(32, triton.next_power_of_2(D)), SPAN=SPAN) | chain()
+    programs = min(splits, max(2, PROGRAMS * machine.sm_count() // (KV * B)))  # two: new tokens may lie in two spans
+    _attend_kernel[(programs, KV, B)](
         qkv, k_cache, v_cache, positions, cos, sin, q_norm, k_norm, acc, most, total,
         *qkv.stride()[:2], *k_cache.stride()[:3], *v_cache.stride()[:3], window, LOG2E * D**-0.5, eps,
-        KV=KV, BLOCK_R=max(16, triton.next_power_of_2(MOST * H // KV)), num_warps=WARPS, **how,
+        KV=KV, BLOCK_R=max(16, triton.next_power_of_2(MOST * H // KV)), LOOPS=programs < splits, num_warps=WARPS[B <= 2], **how,
     )
     if splits > 1:
         _join_kernel[(B * T * H,)](acc, most, total, positions, out, GATHER=GATHER, num_warps=4, **how)
@@ -308,7 +340,7 @@ OP = Op(
     case_of=case_of,
     check=check,
     cases=(
-        dict(B=1, H=2, KV=1, D=16, S=24), dict(B=3, H=4, KV=2, D=32, S=70), dict(B=2, H=2, KV=2, D=16, S=300, norms=False),
+        dict(B=1, H=2, KV=1, D=16, S=24), dict(B=2, H=4, KV=2, D=32, S=70), dict(B=2, H=1, KV=1, D=16, S=300, norms=False),
         dict(B=1, H=4, KV=2, D=16, S=80, T=5), dict(B=1, H=3, KV=1, D=24, S=33, T=3, layout="sliced"),
         dict(B=1, H=2, KV=1, D=16, S=600, window=40),
         dict(B=1, H=1, KV=1, D=16, S=265, T=8, at=252), dict(B=1, H=2, KV=1, D=16, S=40, at=0), dict(B=0, H=2, KV=1, D=16, S=8),

@@ -68,10 +68,10 @@ OP = Op(
     case_of=case_of,
     check=check,
     cases=(
-        dict(M=1, K=128, N=40), dict(M=3, K=100, N=17, layout="sliced"), dict(M=2, K=300, N=9, bias=True), dict(M=0, K=64, N=8),
+        dict(M=1, K=128, N=20), dict(M=3, K=100, N=17, layout="sliced"), dict(M=2, K=300, N=9, bias=True), dict(M=0, K=64, N=8),
         dict(M=1, K=64, N=9, quant="int8"), dict(M=2, K=128, N=13, quant="fp8"), dict(M=3, K=192, N=13, quant="int4"),
         dict(M=9, K=100, N=40), dict(M=20, K=128, N=24, quant="int4"), dict(M=17, K=64, N=20, quant="int8", bias=True),
-        dict(M=1, K=3072, N=8), dict(M=65, K=72, N=24, layout="sliced"),
+        dict(M=1, K=3072, N=8), dict(M=65, K=72, N=9, layout="sliced"),
     ),
     shapes={f"qwen3-0.6b o {M}": dict(M=M, K=2048, N=1024) for M in (1, 8, 64)}
     | {f"qwen3-0.6b down {M}": dict(M=M, K=3072, N=1024) for M in (1, 8, 64)},
@@ -82,5 +82,5 @@ OP = Op(
         "triton": Impl(run_triton, refuses, needs="triton", limits=PRODUCT_LIMITS),
     },
     dynamic=("M",),
-    tiny=dict(N=16),
+    tiny=dict(N=8),
 )

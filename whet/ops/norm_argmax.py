@@ -9,13 +9,13 @@ from whet.library import Forward
 from whet.op import Cost, Impl, Op, error, lay, layout_of, nbytes
 from whet.ops._chain import begin, chain, ready
 from whet.ops._gemv import (
-    FEW,
     PRODUCT_LIMITS,
+    Rows,
     check_product,
+    few,
     held,
     multiply,
     normed,
-    plan,
     product,
     product_refused,
     row_of,
@@ -24,7 +24,7 @@ from whet.ops._gemv import (
 )
 from whet.ops._weights import dense, quant_of, random_weight
 
-ROWS, CHUNK = 16, 1024  # rows of w a program; programs' results looked at together
+ROWS, MORE, CHUNK = "32w8", "16w4", 1024  # rows of w a program for one row of x and for more; results looked at together
 
 
 def reference(x, norm, w, scale=None, eps=1e-6):
@@ -108,54 +108,61 @@ def _head_kernel(
 @triton.jit
 def _choose_kernel(
     value_ptr, token_ptr,  # inputs, (M, P); without tokens the place in the row is the token
-    best_ptr, at_ptr,  # outputs
-    P,
+    best_ptr, at_ptr,  # outputs, (M, pieces)
+    P, PER,
     BLOCK: tl.constexpr, CHAINED: tl.constexpr,
 ):
-    """The largest of P values and its token.  One program, one row.
+    """The largest of PER of a row's P values and its token.  One program, one piece of one row.
 
-    Moves   a value and a token for each of P programs in, one of each out.
+    Moves   a value and a token for each of PER in, one of each out.
     Rounds  nothing.
     """
     begin(CHAINED)
-    ready(CHAINED)
-    m = tl.program_id(0).to(tl.int64)
+    m, piece = tl.program_id(0).to(tl.int64), tl.program_id(1)
     p = tl.arange(0, BLOCK)
     value = tl.full((BLOCK,), float("-inf"), tl.float32)
     token = tl.full((BLOCK,), 2**62, tl.int64)
-    for i in range(0, P, BLOCK):
-        inside = i + p < P
+    ready(CHAINED)
+    for i in range(piece * PER, tl.minimum((piece + 1) * PER, P), BLOCK):
+        inside = i + p < tl.minimum((piece + 1) * PER, P)
         v = tl.load(value_ptr + m * P + i + p, mask=inside, other=float("-inf")).to(tl.float32)
         t = (i + p).to(tl.int64)
         if token_ptr is not None:
             t = tl.load(token_ptr + m * P + i + p, mask=inside, other=2**62)
         value, token = _better(value, token, v, tl.where(inside, t, 2**62))
     best, at = tl.reduce((value, token), 0, _better)
-    tl.store(best_ptr + m, best)
-    tl.store(at_ptr + m, at)
+    tl.store(best_ptr + m * tl.num_programs(1) + piece, best)
+    tl.store(at_ptr + m * tl.num_programs(1) + piece, at)
+
+
+def chosen(value: torch.Tensor, token: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor]:
+    """The token of the largest value of each row, and that value; long rows in pieces first."""
+    M, P = value.shape
+    PER = CHUNK if P > 8 * CHUNK else P
+    pieces = triton.cdiv(P, PER)
+    best = torch.empty(M, pieces, dtype=torch.float32, device=value.device)
+    at = torch.empty(M, pieces, dtype=torch.int64, device=value.device)
+    BLOCK = min(CHUNK, triton.next_power_of_2(PER))
+    _choose_kernel[(M, pieces)](value, token, best, at, P, PER, BLOCK=BLOCK, num_warps=4, **chain())
+    return (at[:, 0], best[:, 0]) if pieces == 1 else chosen(best, at)
 
 
 def launch(x, norm, w, scale, eps, tile):
     M, N = x.shape[0], w.shape[0]
-    best = torch.empty(M, dtype=torch.float32, device=x.device)
-    at = torch.empty(M, dtype=torch.int64, device=x.device)
     if not M:
-        return at, best
-    if M > FEW:
-        value, token = multiply(x, norm, w, scale, None, None, eps, out=torch.float32), None
-    else:
-        cut = plan(w, tile, ROWS)
-        P = triton.cdiv(N, cut.BLOCK_N)
-        value = torch.empty(M, P, dtype=torch.float32, device=x.device)
-        token = torch.empty(M, P, dtype=torch.int64, device=x.device)
-        _head_kernel[(P,)](
-            x, norm, w, scale, value, token, x.stride(0), w.stride(0), scale.stride(0) if scale is not None else 0, N, eps,
-            M=M, K=x.shape[1], WARPS=cut.num_warps, TURNS=cut.BLOCK_N // cut.num_warps, num_warps=cut.num_warps,
-            **storage(w, scale), **chain(),
-        )
-    BLOCK = min(CHUNK, triton.next_power_of_2(value.shape[1]))
-    _choose_kernel[(M,)](value, token, best, at, value.shape[1], BLOCK=BLOCK, num_warps=4, **chain())
-    return at, best
+        return torch.empty(0, dtype=torch.int64, device=x.device), torch.empty(0, dtype=torch.float32, device=x.device)
+    if few() < M:
+        return chosen(multiply(x, norm, w, scale, None, None, eps, out=torch.float32), None)
+    cut = Rows.parse(tile or (ROWS if M == 1 else MORE))
+    P = triton.cdiv(N, cut.BLOCK_N)
+    value = torch.empty(M, P, dtype=torch.float32, device=x.device)
+    token = torch.empty(M, P, dtype=torch.int64, device=x.device)
+    _head_kernel[(P,)](
+        x, norm, w, scale, value, token, x.stride(0), w.stride(0), scale.stride(0) if scale is not None else 0, N, eps,
+        M=M, K=x.shape[1], WARPS=cut.num_warps, TURNS=cut.BLOCK_N // cut.num_warps, num_warps=cut.num_warps,
+        **storage(w, scale), **chain(),
+    )
+    return chosen(value, token)
 
 
 KERNEL = Forward(
@@ -201,5 +208,5 @@ OP = Op(
         "triton": Impl(run_triton, refuses, needs="triton", limits=PRODUCT_LIMITS),
     },
     dynamic=("M",),
-    tiny=dict(M=16, N=32),
+    tiny=dict(M=16, N=16),
 )

@@ -74,10 +74,10 @@ OP = Op(
     case_of=case_of,
     check=check,
     cases=(
-        dict(M=1, K=128, F=24), dict(M=3, K=300, F=17, layout="sliced"), dict(M=0, K=64, F=8),
-        dict(M=1, K=192, F=13, quant="int4"),
-        dict(M=2, K=64, F=9, quant="int8"), dict(M=1, K=128, F=13, quant="fp8"), dict(M=9, K=100, F=20),
-        dict(M=20, K=128, F=24, quant="int4"), dict(M=17, K=64, F=20, quant="int8", layout="sliced"), dict(M=65, K=72, F=24),
+        dict(M=1, K=128, F=12), dict(M=3, K=300, F=9, layout="sliced"), dict(M=0, K=64, F=8),
+        dict(M=1, K=192, F=7, quant="int4"),
+        dict(M=2, K=64, F=9, quant="int8"), dict(M=1, K=128, F=7, quant="fp8"), dict(M=9, K=100, F=20),
+        dict(M=20, K=128, F=24, quant="int4"), dict(M=17, K=64, F=20, quant="int8", layout="sliced"), dict(M=65, K=72, F=9),
     ),
     shapes={f"qwen3-0.6b mlp {M}": dict(M=M, K=1024, F=3072) for M in (1, 8, 64)},
     cost=cost,
@@ -87,5 +87,5 @@ OP = Op(
         "triton": Impl(run_triton, refuses, needs="triton", limits=PRODUCT_LIMITS),
     },
     dynamic=("M",),
-    tiny=dict(F=8),
+    tiny=dict(F=4),
 )
