@@ -16,6 +16,7 @@ import torch
 from whet import measure
 from whet.decode.cache import BLOCK, Cache, power_of_two
 from whet.decode.sampling import Sampling, sample
+from whet.ops._chain import chained
 
 PREFILL_CHUNK = 2048  # tokens of a prompt fed at once
 RING = 64  # tokens of each row that a burst can choose at most
@@ -176,8 +177,9 @@ class Runner:
 
     def _step(self, rows: int, context: int, mode: str) -> None:
         k, v = self._cut(rows, context)
-        hidden = self.model.step(self.token[:rows, None], k, v, self.clock[:rows], context=context)
-        token, logit = self._choose(hidden[:, 0], slice(0, rows), mode)
+        with chained():
+            hidden = self.model.step(self.token[:rows, None], k, v, self.clock[:rows], context=context)
+            token, logit = self._choose(hidden[:, 0], slice(0, rows), mode)
         self.emitted[:rows].index_copy_(1, self.cursor, token[:, None])
         if logit is None:
             token = token.clamp(min=0)

@@ -12,6 +12,8 @@ import torch
 
 from whet import measure
 from whet.decode.runner import RING, Burst, Runner
+from whet.ops._chain import chained
+from whet.ops._gemv import alike
 
 DRAFT = 7  # tokens guessed: with the one that is known a step takes 8, the most that the decode kernels take at once
 WINDOW = 16  # steps over which speculation is compared with plain decoding
@@ -81,7 +83,9 @@ class Speculator:
         r, i = self.runner, torch.arange(DRAFT + 1, device=self.runner.device)
         position = r.clock[:1]
         guess, found = draft(self.history, position, DRAFT, context)
-        chosen, logit = r.model.choose(r.verify(torch.cat([r.token[:1], guess]), context))
+        tokens = torch.cat([r.token[:1], guess])
+        with chained(), alike():
+            chosen, logit = r.model.choose(r.verify(tokens, context))
         right = agreed(guess, chosen)
         self.history.index_copy_(0, position + 1 + i, chosen)
         r.emitted[0].index_copy_(0, r.cursor + i, chosen)
