@@ -123,17 +123,4 @@ class Graph(Contender):
         self.runner.cache.drop()
 
 
-class Persistent(Graph):
-    """whet's decoder in a single kernel that stays on the GPU, where it is there and takes the model."""
-
-    def runner_of(self, model, cache, batch):
-        try:
-            from whet.decode import persistent  # type: ignore[attr-defined]
-        except ImportError:
-            raise ValueError("this version has no single-kernel decoder") from None
-        if reason := "it decodes one row" if batch > 1 else persistent.available(model):
-            raise ValueError(reason)
-        return persistent.Persistent(model, cache, batch)
-
-
-OURS: dict[str, type[Contender]] = {"whet graph": Graph, "whet persistent": Persistent}
+OURS: dict[str, type[Contender]] = {"whet graph": Graph}

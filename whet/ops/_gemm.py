@@ -4,6 +4,7 @@ import torch
 import triton
 import triton.language as tl
 
+from whet import machine
 from whet.ops._chain import begin, chain, ready
 from whet.ops.attention.common import dot_add
 
@@ -74,9 +75,10 @@ def _many_kernel(
 
 
 def cut(N: int, dtype: torch.dtype) -> tuple[int, int, int, int]:
-    """BLOCK_N, BLOCK_K, warps, stages: narrow enough that every SM has rows of w to read."""
-    if dtype == torch.float32:
-        return 16, 64, 4, 3
+    """BLOCK_N, BLOCK_K, warps, stages: narrow enough that every SM has rows of w; less at once where memory is small."""
+    capability = machine.this_machine().capability
+    if dtype == torch.float32 or not capability or capability < (9, 0):
+        return 16, 64, 4, 2
     if N < 2048:
         return 16, 256, 4, 5
     return (32, 128, 4, 4) if N < 2**16 else (64, 64, 4, 4)
@@ -88,7 +90,7 @@ def many(x, norm, w, scale, bias, res, y, strides, eps, how, tile=None) -> torch
     if norm is not None:
         x = normed(x, norm, eps)
         strides = (x.stride(0), *strides[1:])
-    BLOCK_M = 64  # a row of fewer is slower: M = 8 took 1171 us of an H200 for 28 layers in tiles of 16, 743 in tiles of 64
+    BLOCK_M = 64  # for few rows too: narrower tiles go through slower tensor instructions
     BLOCK_N, BLOCK_K, warps, stages = tile or cut(N, x.dtype)
     if how["QUANT"] == "int4":
         BLOCK_K = min(BLOCK_K, how["GROUP"])

@@ -126,10 +126,10 @@ def rotated(x, y, c, s, wx, wy, eps, D: tl.constexpr, HAS_NORM: tl.constexpr):
 
 
 @triton.jit
-def keys_of(k_ptr, v_ptr, j, stride_ks, stride_vs, position, window, D: tl.constexpr, BLOCK_D: tl.constexpr):
+def keys_of(k_ptr, v_ptr, j, stride_ks, stride_vs, position, S, window, D: tl.constexpr, BLOCK_D: tl.constexpr):
     """Old keys j, in halves, and their values; nothing where a key is new, unseen or past the end."""
     half, d = tl.arange(0, BLOCK_D // 2)[None, :], tl.arange(0, BLOCK_D)[None, :]
-    old = ((j < position) & ((window == 0) | (j + window > position)))[:, None]
+    old = ((j < position) & (j < S) & ((window == 0) | (j + window > position)))[:, None]
     at = k_ptr + j[:, None].to(tl.int64) * stride_ks + half
     kx = tl.load(at, mask=old & (half < D // 2), other=0.0)
     ky = tl.load(at + D // 2, mask=old & (half < D // 2), other=0.0)
@@ -164,7 +164,7 @@ def _attend_kernel(
     qkv_ptr, k_ptr, v_ptr, positions_ptr, cos_ptr, sin_ptr, q_norm_ptr, k_norm_ptr,  # inputs; the caches are written too
     out_ptr, most_ptr, total_ptr,  # outputs: the rows, or with SPLITS > 1 each span's sums and their weights
     stride_qb, stride_qt, stride_kb, stride_kh, stride_ks, stride_vb, stride_vh, stride_vs,
-    window, scale, eps,
+    S, window, scale, eps,
     T: tl.constexpr, H: tl.constexpr, KV: tl.constexpr, D: tl.constexpr, SPLITS: tl.constexpr,
     BLOCK_R: tl.constexpr, BLOCK_D: tl.constexpr, SPAN: tl.constexpr, CHAINED: tl.constexpr,
 ):
@@ -186,7 +186,7 @@ def _attend_kernel(
     k_ptr += b * stride_kb + h * stride_kh
     v_ptr += b * stride_vb + h * stride_vh
     j = first * SPAN + tl.arange(0, SPAN)
-    kx, ky, v = keys_of(k_ptr, v_ptr, j, stride_ks, stride_vs, position, window, D, BLOCK_D)
+    kx, ky, v = keys_of(k_ptr, v_ptr, j, stride_ks, stride_vs, position, S, window, D, BLOCK_D)
     d, half = tl.arange(0, BLOCK_D)[None, :], tl.arange(0, BLOCK_D // 2)[None, :]
     G: tl.constexpr = H // KV
     r = tl.arange(0, BLOCK_R)
@@ -221,13 +221,13 @@ def _attend_kernel(
                 new_s = tl.load(sin_ptr + new[:, None] * (D // 2) + half, mask=half < D // 2, other=0.0).to(tl.float32)
                 kx_t, ky_t = rotated(new_x, new_y, new_c, new_s, kwx, kwy, eps, D, HAS_NORM)
                 kx_t, ky_t, v_t = kx_t.to(dtype), ky_t.to(dtype), new_v.to(dtype)
-                its, here = (j == position + t)[:, None], (new // SPAN == split)[:, None]
+                its, here = (j == position + t)[:, None], ((new // SPAN == split) & (new < S))[:, None]
                 kx, ky, v = tl.where(its, kx_t, kx), tl.where(its, ky_t, ky), tl.where(its, v_t, v)
                 tl.store(k_ptr + new[:, None] * stride_ks + half, kx_t, mask=(half < D // 2) & here)
                 tl.store(k_ptr + new[:, None] * stride_ks + D // 2 + half, ky_t, mask=(half < D // 2) & here)
                 tl.store(v_ptr + new[:, None] * stride_vs + d, v_t, mask=(d < D) & here)
         after = (split + P) * SPAN + tl.arange(0, SPAN)
-        next_kx, next_ky, next_v = keys_of(k_ptr, v_ptr, after, stride_ks, stride_vs, position, window, D, BLOCK_D)
+        next_kx, next_ky, next_v = keys_of(k_ptr, v_ptr, after, stride_ks, stride_vs, position, S, window, D, BLOCK_D)
         attended(
             qx, qy, kx, ky, v, j, at, live, place, split, out_ptr, most_ptr, total_ptr, window, scale, D, BLOCK_D, SPLITS,
         )
@@ -286,7 +286,7 @@ def launch(qkv, k_cache, v_cache, positions, cos, sin, q_norm, k_norm, window, c
     programs = min(splits, max(1, PROGRAMS * machine.sm_count() // (KV * B)))
     _attend_kernel[(programs, KV, B)](
         qkv, k_cache, v_cache, positions, cos, sin, q_norm, k_norm, acc, most, total,
-        *qkv.stride()[:2], *k_cache.stride()[:3], *v_cache.stride()[:3], window, LOG2E * D**-0.5, eps,
+        *qkv.stride()[:2], *k_cache.stride()[:3], *v_cache.stride()[:3], S, window, LOG2E * D**-0.5, eps,
         KV=KV, BLOCK_R=max(16, triton.next_power_of_2(MOST * H // KV)), num_warps=4, **how,
     )
     if splits > 1:
@@ -346,12 +346,13 @@ OP = Op(
     shapes={
         f"qwen3-0.6b {B}x{S}": dict(B=B, H=16, KV=8, D=128, S=S)
         for B, S in ((1, 256), (1, 1024), (1, 4096), (1, 16384), (8, 1024), (64, 1024))
-    },
+    } | {"qwen3-0.6b 1x1024, 8 new": dict(B=1, H=16, KV=8, D=128, S=1024, T=8)},
     cost=cost,
     grads=(),
     impls={
         "triton": Impl(
             run_triton, refuses, needs="triton",
+            spills="eight new tokens at once, which speculation alone asks for",
             limits=(
                 "dtypes other than fp32, fp16, bf16, all alike", "inputs that ask for gradients",
                 f"more than {MOST} new tokens of a sequence", "heads wider than 256",

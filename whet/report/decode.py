@@ -12,7 +12,7 @@ from whet.report.tables import ms, percent, spread
 TITLES = {
     "transformers": "Transformers, eager", "transformers-static": "Transformers, static cache, compiled",
     "gpt-fast": "gpt-fast style, compiled", "gpt-fast-tuned": "gpt-fast style, compiled and tuned",
-    "whet graph": "whet, one graph a token", "whet persistent": "whet, one persistent kernel",
+    "whet graph": "whet, one graph a token",
 }
 HEAD = ("batch", "context", "system", "weights", "ms a token", "± spread", "tokens/s", "TB/s", "of floor", "error / budget")
 
