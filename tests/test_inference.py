@@ -3,6 +3,7 @@
 import inspect
 import re
 import sys
+import threading
 from dataclasses import replace
 
 import pytest
@@ -14,7 +15,8 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from whet import machine
 from whet.cli import bench_calls
 from whet.op import DTYPES, Call, Impl, as_tuple, discover, lay, tensors
-from whet.ops._gemv import alike
+from whet.ops._chain import chain, chained
+from whet.ops._gemv import EXACT, FEW, alike, few
 from whet.verify import evaluate, own, verify, verify_case
 from whet.worker import answer_measure, answer_verify
 
@@ -275,3 +277,29 @@ def test_the_tuner_verifies_it_and_times_its_forward_even_where_gradients_are_as
     assert measured["timings"]["eager"]["ms"] > 0 and measured["flops"] > 0
     shape = ",".join(f"{k}={v}" for k, v in first_case(op).items())
     assert [c.grad for c, _ in bench_calls([op.name], [shape], "float32", True)] == [False]
+
+
+def test_a_position_past_the_cache_spoils_nothing_but_its_own_row(device):
+    """What lies beside the caches, and the other rows, are left alone."""
+    args = ATTENTION.inputs(dtype=torch.float32, device=device, B=2, H=2, KV=2, D=16, S=2 * SPAN)
+    args["positions"] = torch.tensor([3, 2 * SPAN], device=device)
+    wide = {k: torch.zeros(2, 2, 2 * SPAN + 8, 16, device=device) for k in ("k_cache", "v_cache")}
+    for k, v in wide.items():
+        v[:, :, : 2 * SPAN] = torch.nan_to_num(args[k])
+    before = {k: v.clone() for k, v in wide.items()}
+    out = kernel_of(ATTENTION)(**args | {k: v[:, :, : 2 * SPAN] for k, v in wide.items()})
+    first = {k: args[k][:1] for k in ("qkv", "positions")} | {k: v[:1, :, : 2 * SPAN].clone() for k, v in before.items()}
+    alone = kernel_of(ATTENTION)(**args | first)
+    assert torch.equal(out[:1], alone)
+    assert all(torch.equal(wide[k][1], before[k][1]) for k in wide)
+
+
+def test_a_context_of_another_task_does_not_change_how_rows_are_taken():
+    """alike and chained belong to who entered them."""
+    seen = []
+    with alike(), chained():
+        thread = threading.Thread(target=lambda: seen.append((few(), chain())))
+        thread.start()
+        thread.join()
+        assert few() == EXACT
+    assert seen == [(FEW, dict(CHAINED=False))] and few() == FEW

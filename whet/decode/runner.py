@@ -128,9 +128,9 @@ class Runner:
         if n > RING:
             raise ValueError(f"steps: n must be at most {RING}, got {n}")
         with self.here():
+            self.cursor.zero_()  # before a capture too: its warm-up writes there
             run = self.graph(("step", rows, context, mode), functools.partial(self._step, rows, context, mode))
             begin = measure.Mark(self.device)
-            self.cursor.zero_()
             for _ in range(n):
                 run()
             return self.sent(self.emitted[:rows, :n], self.logit[:rows, :n] if mode == "greedy" else None, begin)

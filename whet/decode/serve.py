@@ -140,7 +140,18 @@ class Server:
                 sent.append(self._start(slot, best, request))
             except (ValueError, torch.OutOfMemoryError) as e:
                 request.fail(str(e).splitlines()[0])
+                if not self.runner.cache.rows:
+                    self._lost()
                 self._settle(slot)
+
+    def _lost(self) -> None:
+        """The cache could not grow and gave up its memory: what every sequence held went with it."""
+        for i, s in enumerate(self.slots):
+            if s.request is not None:
+                s.request.fail("the cache lost its memory when it could not grow for another prompt; lower max_batch")
+                self._free(s)
+            s.held = []
+            self._settle(i)
 
     def _start(self, slot: int, source: int, request: Request) -> Sent:
         s, taken = self.slots[slot], self._taken()

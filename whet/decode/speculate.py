@@ -6,14 +6,17 @@ stay in the cache; those of rejected tokens are overwritten by the next step.
 """
 
 import functools
+import itertools
 from collections import deque
 
 import torch
 
 from whet import measure
 from whet.decode.runner import RING, Burst, Runner
+from whet.op import base, discover
 from whet.ops._chain import chained
 from whet.ops._gemv import alike
+from whet.ops._weights import columns, quant_of
 
 DRAFT = 7  # tokens guessed: with the one that is known a step takes 8, the most that the decode kernels take at once
 WINDOW = 16  # steps over which speculation is compared with plain decoding
@@ -47,6 +50,8 @@ class Speculator:
 
     def __init__(self, runner: Runner):
         self.runner = runner
+        if runner.device.type == "cuda":
+            runner.one_pass = alike_in_one_pass(runner.model)
         self.history = torch.zeros(0, dtype=torch.int64, device=runner.device)
 
     def hold(self) -> None:
@@ -72,9 +77,10 @@ class Speculator:
         if width > RING:
             raise ValueError(f"speculation: n must be at most {RING // (DRAFT + 1)} steps, got {n}")
         with r.here():
+            tally = r.clock[r.rows :]
+            tally.zero_()  # before a capture too: its warm-up writes there
             run = r.graph(("speculate", context), functools.partial(self._step, context))
-            begin, tally = measure.Mark(r.device), r.clock[r.rows :]
-            tally.zero_()
+            begin = measure.Mark(r.device)
             for _ in range(n):
                 run()
             return r.sent(r.emitted[:1, :width], r.logit[:1, :width], begin, tally)
@@ -85,7 +91,11 @@ class Speculator:
         guess, found = draft(self.history, position, DRAFT, context)
         tokens = torch.cat([r.token[:1], guess])
         with chained(), alike():
-            chosen, logit = r.model.choose(r.verify(tokens, context))
+            hidden = r.verify(tokens, context)
+            if r.one_pass:
+                chosen, logit = r.model.choose(hidden)
+            else:
+                chosen, logit = map(torch.cat, zip(*(r.model.choose(h) for h in hidden.split(1))))
         right = agreed(guess, chosen)
         self.history.index_copy_(0, position + 1 + i, chosen)
         r.emitted[0].index_copy_(0, r.cursor + i, chosen)
@@ -93,6 +103,20 @@ class Speculator:
         r.token[:1] = chosen[right]
         r.clock[r.rows :].add_(torch.cat([right + 1, found * DRAFT, found * right]) * r.pace[r.rows])
         position.add_((right + 1) * r.pace[0])
+
+
+def alike_in_one_pass(model) -> bool:
+    """Whether every product of a step, of one row and of a whole draft, is by kernels that take rows one by one."""
+    layer, ops = model.layers[0], discover()
+    products = {"norm_linear": [layer.qkv], "linear_add": [layer.o, layer.down], "norm_swiglu": [layer.gate_up]}
+    for name, weights in (*products.items(), ("norm_argmax", [model.head])):
+        for w, M in itertools.product(weights, (1, DRAFT + 1)):
+            rows = w.data.shape[0] // (2 if name == "norm_swiglu" else 1)
+            size = {"F" if name == "norm_swiglu" else "N": rows, "K": columns(w.data), "M": M, "quant": quant_of(w.data)}
+            args = ops[name].inputs(dtype=model.embed.dtype, device="meta", **size)
+            if base(model.ops.pick(ops[name], ops[name].call(args))) != "triton" or ops[name].impls["triton"].refuses(**args):
+                return False
+    return True
 
 
 class Contest:

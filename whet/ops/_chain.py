@@ -1,6 +1,7 @@
 """Decode kernels in a chain: each may start before the one before it has ended, and waits for it only where it must."""
 
 import contextlib
+import contextvars
 from collections.abc import Iterator
 
 import torch
@@ -10,7 +11,7 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from whet import machine
 
-_chain: list[bool] = []
+_chain = contextvars.ContextVar("whet_chain", default=False)
 
 
 @contextlib.contextmanager
@@ -18,19 +19,19 @@ def chained() -> Iterator[None]:
     """Within the block decode kernels are launched so that each may start before the one before it has ended.
 
     Only for a sequence of these kernels alone, in which weights, positions and what the cache held before are written by
-    nothing: they are read early.
+    nothing, nor by the kernel just before: they are read early.
     """
-    _chain.append(True)
+    before = _chain.set(True)
     try:
         yield
     finally:
-        _chain.pop()
+        _chain.reset(before)
 
 
 def chain() -> dict:
     """Launch options: programmatic dependent launch where a chain asks for it and the GPU has it."""
     capability = machine.this_machine().capability
-    if _chain and capability and capability >= (9, 0) and not torch.version.hip:
+    if _chain.get() and capability and capability >= (9, 0) and not torch.version.hip:
         return dict(CHAINED=True, launch_pdl=True)
     return dict(CHAINED=False)
 

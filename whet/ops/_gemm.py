@@ -46,7 +46,8 @@ def _many_kernel(
         at = n[:, None] * stride_wn + k[None, :]
         inside = (n < N)[:, None] & (k < KS)[None, :]
         stored = tl.load(w_ptr + at, mask=inside, other=0.0)
-        stored_up = tl.load(w_ptr + N.to(tl.int64) * stride_wn + at, mask=inside, other=0.0) if PAIRED else stored
+        up = (N + n)[:, None] * stride_wn + k[None, :]
+        stored_up = tl.load(w_ptr + up, mask=inside, other=0.0) if PAIRED else stored
         for half in tl.static_range(2 if QUANT == "int4" else 1):
             g = (half * KS + i) // GROUP
             in_x = (m < M)[:, None] & (k < KS)[None, :]

@@ -8,6 +8,7 @@ The rows of x are taken one by one, each in the same order of sums: a row's bits
 # mypy: disable-error-code="assignment"
 
 import contextlib
+import contextvars
 from collections.abc import Iterator
 from dataclasses import dataclass
 
@@ -26,22 +27,22 @@ WIDE = tl.constexpr(256)  # columns of a tile: eight a thread of one warp
 BY_BITS = tl.constexpr(not triton.knobs.runtime.interpret and not torch.version.hip)
 FEW, EXACT = 3, 8  # rows of x taken one by one: where that is faster than tensor cores, and at most
 FP8 = (8, 9)  # the lowest compute capability that converts fp8
-_alike: list[bool] = []
+_alike = contextvars.ContextVar("whet_alike", default=False)
 
 
 @contextlib.contextmanager
 def alike(wanted: bool = True) -> Iterator[None]:
     """Within the block up to 8 rows of x are taken one by one: a row's bits are those it would have alone."""
-    _alike.append(wanted)
+    before = _alike.set(wanted)
     try:
         yield
     finally:
-        _alike.pop()
+        _alike.reset(before)
 
 
 def few() -> int:
     """How many rows of x are taken one by one."""
-    return EXACT if _alike and _alike[-1] else FEW
+    return EXACT if _alike.get() else FEW
 
 
 @dataclass(frozen=True)
@@ -82,6 +83,8 @@ def check_product(x, w, scale, bias=None, norm=None, res=None) -> str | None:
     if x.dim() != 2:
         return f"x must have two dimensions, got shape {tuple(x.shape)}"
     M, K = x.shape
+    if not K:
+        return "x must have columns, got none"
     if reason := check_weight(w, scale, K):
         return reason
     for name, t, shape in (("norm", norm, (K,)), ("bias", bias, w.shape[:1]), ("res", res, (M, w.shape[0]))):

@@ -177,9 +177,9 @@ def _attend_kernel(
             to the storage dtype as operand of the second product; the row once.
     """
     begin(CHAINED)
-    first, h, b = tl.program_id(0), tl.program_id(1), tl.program_id(2).to(tl.int64)
-    position, P = tl.load(positions_ptr + b), tl.num_programs(0)
-    spans = tl.cdiv(position + T, SPAN).to(tl.int32)
+    first, h, b = tl.program_id(0), tl.program_id(1).to(tl.int64), tl.program_id(2).to(tl.int64)
+    position, P = tl.load(positions_ptr + b).to(tl.int64), tl.num_programs(0)
+    spans = tl.minimum(tl.cdiv(position + T, SPAN), SPLITS).to(tl.int32)
     if first >= spans:
         return
     dtype: tl.constexpr = k_ptr.dtype.element_ty
@@ -193,10 +193,10 @@ def _attend_kernel(
     live, at = r // G < T, position + r // G
     place = (b * T + r // G) * H + h * G + r % G
     H2: tl.constexpr = BLOCK_D // 2
-    one = tl.arange(0, 1)
+    one, known = tl.arange(0, 1), (live & (at < S))[:, None]
     HAS_NORM: tl.constexpr = q_norm_ptr is not None
-    c = tl.load(cos_ptr + at[:, None] * (D // 2) + half, mask=live[:, None] & (half < D // 2), other=0.0).to(tl.float32)
-    s = tl.load(sin_ptr + at[:, None] * (D // 2) + half, mask=live[:, None] & (half < D // 2), other=0.0).to(tl.float32)
+    c = tl.load(cos_ptr + at[:, None] * (D // 2) + half, mask=known & (half < D // 2), other=0.0).to(tl.float32)
+    s = tl.load(sin_ptr + at[:, None] * (D // 2) + half, mask=known & (half < D // 2), other=0.0).to(tl.float32)
     qwx, qwy, kwx, kwy = c, c, c, c
     if q_norm_ptr is not None:
         qwx, qwy = halves(q_norm_ptr + one, one == 0, D, H2)
@@ -217,8 +217,9 @@ def _attend_kernel(
                 if t > 0:
                     new_x, new_y = halves(qkv_ptr + t * stride_qt + (H + h) * D + one, one == 0, D, H2)
                     new_v = tl.load(qkv_ptr + t * stride_qt + (H + KV + h) * D + d, mask=d < D, other=0.0)
-                new_c = tl.load(cos_ptr + new[:, None] * (D // 2) + half, mask=half < D // 2, other=0.0).to(tl.float32)
-                new_s = tl.load(sin_ptr + new[:, None] * (D // 2) + half, mask=half < D // 2, other=0.0).to(tl.float32)
+                there = (new < S)[:, None] & (half < D // 2)
+                new_c = tl.load(cos_ptr + new[:, None] * (D // 2) + half, mask=there, other=0.0).to(tl.float32)
+                new_s = tl.load(sin_ptr + new[:, None] * (D // 2) + half, mask=there, other=0.0).to(tl.float32)
                 kx_t, ky_t = rotated(new_x, new_y, new_c, new_s, kwx, kwy, eps, D, HAS_NORM)
                 kx_t, ky_t, v_t = kx_t.to(dtype), ky_t.to(dtype), new_v.to(dtype)
                 its, here = (j == position + t)[:, None], ((new // SPAN == split) & (new < S))[:, None]
@@ -248,8 +249,8 @@ def _join_kernel(
     """
     begin(CHAINED)
     row = tl.program_id(0).to(tl.int64)
-    position = tl.load(positions_ptr + row // H // T)
-    spans = tl.cdiv(position + T, SPAN)
+    position = tl.load(positions_ptr + row // H // T).to(tl.int64)
+    spans = tl.minimum(tl.cdiv(position + T, SPAN), SPLITS)
     d = tl.arange(0, BLOCK_D)
     most = tl.full((1,), float("-inf"), tl.float32)
     total = tl.zeros((1,), tl.float32)

@@ -1,0 +1,45 @@
+"""What serves many prompts at once, where something gives way beneath it."""
+
+import pytest
+import torch
+from conftest import DEVICE
+from small_decoder import small_llm
+
+from whet.decode.runner import RING
+from whet.decode.sampling import Sampling
+
+AHEAD = pytest.mark.parametrize(
+    "ahead", [False, True] if DEVICE == "cpu" else [True], ids=lambda ahead: "as-on-a-gpu" if ahead else "cpu"
+)
+PROMPTS = ["hello there", "a"]
+
+
+@AHEAD
+def test_a_cache_that_cannot_grow_ends_the_others_with_an_error_not_with_wrong_text(ahead, monkeypatch):
+    """Its memory is given up before it is taken anew; whoever went on would read zeros."""
+    expected = [c.tokens for c in small_llm(max_batch=2).generate(PROMPTS, max_new_tokens=24)]
+    llm = small_llm(ahead=ahead, max_batch=2)
+    cache, zeros = llm.runner.cache, llm.runner.cache._zeros
+
+    def full(rows, tokens):
+        if rows == 2:
+            raise torch.OutOfMemoryError("CUDA out of memory.\nTried to allocate much.")
+        return zeros(rows, tokens)
+
+    monkeypatch.setattr(cache, "_zeros", full)
+    first, second = llm.generate(PROMPTS, max_new_tokens=24)
+    assert first.reason == second.reason == "error"
+    assert first.error.startswith("the cache lost its memory")
+    assert second.error.startswith("cache: there is no memory for 2 rows")
+    assert first.tokens == expected[0][: len(first.tokens)]
+    monkeypatch.undo()
+    assert [c.tokens for c in llm.generate(PROMPTS, max_new_tokens=24)] == expected
+
+
+def test_a_full_burst_leaves_room_for_the_capture_of_the_next():
+    """The warm-up of a graph writes where the cursor stands."""
+    llm = small_llm(ahead=True)
+    llm.runner.hold(1, 600)
+    llm.runner.prefill(0, [1, 2, 3], 0, Sampling())
+    assert len(llm.runner.steps(RING, 1, 256, "greedy").read()[0]) == RING
+    assert len(llm.runner.steps(8, 1, 512, "greedy").read()[0]) == 8
