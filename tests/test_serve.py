@@ -3,8 +3,9 @@
 import pytest
 import torch
 from conftest import DEVICE
-from small_decoder import small_llm
+from small_decoder import Letters, small_llm
 
+from whet.decode.request import Request, Writer
 from whet.decode.runner import RING
 from whet.decode.sampling import Sampling
 
@@ -43,3 +44,12 @@ def test_a_full_burst_leaves_room_for_the_capture_of_the_next():
     llm.runner.prefill(0, [1, 2, 3], 0, Sampling())
     assert len(llm.runner.steps(RING, 1, 256, "greedy").read()[0]) == RING
     assert len(llm.runner.steps(8, 1, 512, "greedy").read()[0]) == 8
+
+
+def test_the_rate_of_tokens_that_were_read_at_once_is_that_at_which_they_were_made():
+    """A burst is read at one moment, perhaps together with the first token: the time between the two readings says nothing."""
+    request = Request([1], Sampling(), 4, Writer(Letters().stream(), ()), frozenset(), False, began=0.0)
+    for token in (5, 6, 7, 8):
+        request.busy += 0.5 if request.new else 0.0
+        request.take(token, now=2.0)
+    assert request.completion().tokens_per_s == 2.0

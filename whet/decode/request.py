@@ -98,6 +98,7 @@ class Request:
     alone: bool = True
     first_at: float | None = None
     last_at: float | None = None
+    busy: float = 0.0  # seconds that its tokens after the first took to make
     reason: str | None = None
     error: str | None = None
 
@@ -128,7 +129,8 @@ class Request:
     def completion(self) -> Completion:
         made = Completion(self.writer.shown, self.new, self.reason or "error", self.error, len(self.tokens), self.reused)
         if self.first_at is not None and self.last_at is not None:
-            made.first_token_s, made.decode_s = self.first_at - self.began, self.last_at - self.first_at
+            # Tokens of one burst are read at one moment: what they took to make is the least that decoding took.
+            made.first_token_s, made.decode_s = self.first_at - self.began, max(self.last_at - self.first_at, self.busy)
         if self.contest is not None:
             made.accepted, made.speculation = self.contest.accepted, self.contest.off or "on"
         return made

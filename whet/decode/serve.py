@@ -227,7 +227,9 @@ class Server:
                 continue
             if request.contest is not None:
                 tokens = self._tally(sent, s, request, tokens)
+            each = sent.burst.seconds / max(1, len(tokens)) if request.new else 0.0
             for token in tokens:
+                request.busy += each
                 text = request.take(token, now)
                 if request.reason is not None:
                     self._end(sent.first_slot + row)
