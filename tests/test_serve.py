@@ -53,3 +53,19 @@ def test_the_rate_of_tokens_that_were_read_at_once_is_that_at_which_they_were_ma
         request.busy += 0.5 if request.new else 0.0
         request.take(token, now=2.0)
     assert request.completion().tokens_per_s == 2.0
+
+
+@pytest.mark.skipif(DEVICE != "cpu", reason="on a GPU the next burst runs while a token is read")
+def test_without_a_gpu_the_first_token_is_given_before_another_is_made(monkeypatch):
+    llm, calls = small_llm(), []
+    steps = llm.runner.steps
+    monkeypatch.setattr(llm.runner, "steps", lambda *a: calls.append(a) or steps(*a))
+    pieces = iter(llm.stream("hello", max_new_tokens=3))
+    next(pieces)
+    assert not calls
+    assert len(list(pieces)) == 2 and len(calls) == 2
+
+
+def test_where_nothing_repeats_no_share_of_drafts_is_told():
+    done = small_llm(speculate="ngram").generate("abc", max_new_tokens=2)
+    assert done.accepted is None and done.speculation == "on"

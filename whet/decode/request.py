@@ -20,7 +20,7 @@ class Completion:
     prompt_tokens      of which reused_tokens were still in the cache from an earlier turn
     first_token_s      seconds from the call to the first token, waiting for others included
     decode_s           seconds from the first token to the last
-    accepted           share of the drafted tokens that the model chose too; None without speculation
+    accepted           share of the drafted tokens that the model chose too; None where none were drafted
     speculation        "on", or why it went off; None without
     bytes_per_token    what a step at batch 1 must read; None on a CPU and where prompts shared steps
     """

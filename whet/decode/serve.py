@@ -72,6 +72,8 @@ class Server:
         try:
             while waiting or sent or any(s.request for s in self.slots):
                 self._admit(waiting, sent)
+                while sent and not self.ahead:  # where a burst is done when it is enqueued, first tokens wait for none
+                    yield from self._read(sent.popleft())
                 if more := self._enqueue(idle=not sent):
                     sent.append(more)
                 while len(sent) > (self.ahead if more else 0):

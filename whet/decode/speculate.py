@@ -142,6 +142,6 @@ class Contest:
             self.off = f"off after {so_far} tokens: {total / spent:.0f} tokens/s with it, {self.plain:.0f} without"
 
     @property
-    def accepted(self) -> float:
-        """Share of the drafted tokens that the model chose too."""
-        return self.agreed / self.drafted if self.drafted else 0.0
+    def accepted(self) -> float | None:
+        """Share of the drafted tokens that the model chose too; None where nothing was drafted."""
+        return self.agreed / self.drafted if self.drafted else None

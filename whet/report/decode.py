@@ -32,9 +32,10 @@ def told(made: dict) -> Iterator[str]:
         yield f"{percent(made['floor_share'])} of the bandwidth floor: {reads}"
     elif made["bytes_per_token"] is None:
         yield "share of the bandwidth floor: not measured on a CPU"
-    if made["accepted"] is not None:
+    if made["speculation"] is not None:
         off = "" if made["speculation"] == "on" else f"; {made['speculation']}"
-        yield f"speculation: {percent(made['accepted'])} of the drafted tokens accepted{off}"
+        share = None if made["accepted"] is None else f"{percent(made['accepted'])} of the drafted tokens accepted"
+        yield f"speculation: {share or 'nothing repeated, so nothing was drafted'}{off}"
 
 
 def show(console: Console, measured: dict) -> None:
