@@ -128,6 +128,43 @@ def test_a_folder_that_is_no_model_is_refused_in_a_line(spoil, said, tmp_path):
 
 
 @pytest.mark.parametrize(
+    "changes, said",
+    [
+        (dict(hidden_size="64"), "hidden_size must be a whole number from 1 on, got '64'"),
+        (dict(num_hidden_layers=2.0), "num_hidden_layers must be a whole number from 1 on, got 2.0"),
+        (dict(rope_scaling=[1]), "rope_scaling must be an object or null, got [1]"),
+        (dict(rope_scaling=dict(type="linear", factor="2")), "rope_scaling.factor must be a number above 0, got '2'"),
+        (dict(rms_norm_eps=-1), "rms_norm_eps must be a number above 0, got -1"),
+        (dict(architectures=5), "architectures must be a list of names, got 5"),
+        (dict(eos_token_id="7"), "eos_token_id must be a whole number from 0 on or a list of them, got '7'"),
+        (dict(tie_word_embeddings="false"), "tie_word_embeddings must be true or false, got 'false'"),
+        (dict(layer_types="full"), "layer_types must be a list of names, got 'full'"),
+    ],
+    ids=lambda x: next(iter(x)) if isinstance(x, dict) else "",
+)
+def test_a_field_of_a_wrong_kind_is_named_with_what_was_expected(changes, said, tmp_path):
+    with pytest.raises(ValueError) as refused:
+        open_model(folder(tmp_path, **changes), device="cpu")
+    assert str(refused.value) == f"{tmp_path}: config.json: {said}"
+
+
+def test_ends_of_a_wrong_kind_are_laid_to_the_file_that_has_them(tmp_path):
+    write("generation_config.json", '{"eos_token_id": ["7"]}')(folder(tmp_path))
+    with pytest.raises(ValueError, match="generation_config.json: eos_token_id must be a whole number"):
+        open_model(tmp_path, device="cpu")
+
+
+def test_one_architecture_may_be_a_name_and_an_index_may_name_nothing(tmp_path):
+    folder(tmp_path, architectures="Qwen3ForCausalLM")
+    for index in ("{}", '{"weight_map": {}}'):
+        write("model.safetensors.index.json", index)(tmp_path)
+        assert same(open_model(tmp_path, device="cpu")[0], reference())
+    write("model.safetensors.index.json", '{"weight_map": ["a"]}')(tmp_path)
+    with pytest.raises(ValueError, match="weight_map must be an object with a file name for each tensor, got list"):
+        open_model(tmp_path, device="cpu")
+
+
+@pytest.mark.parametrize(
     "options, said",
     [
         (dict(random_weights="qwen3:tiny", dtype="int8"), "dtype must be auto, bfloat16, float16, float32, got 'int8'"),
@@ -260,9 +297,12 @@ def test_a_chat_is_rendered_as_transformers_does(tmp_path):
         ([dict(role="user", content="")], "{{ ''.__class__.__mro__ }}", "unsafe"),
         ("hi", CHAT, "messages must be a list of"),
         ([], CHAT, "messages must be a list of"),
+        (None, CHAT, "messages must be a list of"),
         ([dict(role="user")], CHAT, r"messages\[0\] must have role and content"),
+        ([dict(role="user", content=5)], CHAT, r"^chat: content of messages\[0\] must be text, got int$"),
+        ([dict(role="user", content="a\udcff")], CHAT, r"messages\[0\] must be text, got half a character, '.udcff'"),
     ],
-    ids=["refused", "none", "broken", "unsafe", "text", "empty", "no-content"],
+    ids=["refused", "none", "broken", "unsafe", "text", "empty", "null", "no-content", "number", "half"],
 )
 def test_a_chat_that_cannot_be_rendered_says_why(messages, template, said):
     with pytest.raises(ValueError, match=said):

@@ -9,8 +9,10 @@ import torch
 from rich.console import Console
 from test_cli import example, invoke, said
 from test_decode_bench import SMALL, made, one_thread, tokens_of  # noqa: F401  (one_thread is a fixture)
+from typer.testing import CliRunner
 
 from whet import measure, talk
+from whet.cli import app
 from whet.decode import rivals
 from whet.decode.engine import LLM, Numbers
 from whet.decode.load import open_model
@@ -62,8 +64,28 @@ def test_what_comes_first_is_the_model_only_if_it_is_one(words, random, found, t
 
 
 def test_a_prompt_is_read_from_standard_input(monkeypatch):
-    monkeypatch.setattr("sys.stdin", io.StringIO("from a pipe"))
-    assert talk.told_apart(["-"], None) == (None, "from a pipe")
+    for given, wanted in ((b"from a pipe", "from a pipe"), (b"one\n\n", "one\n"), ("½\r\n".encode(), "½")):
+        monkeypatch.setattr("sys.stdin", io.TextIOWrapper(io.BytesIO(given)))
+        assert talk.told_apart(["-"], None) == (None, wanted)
+
+
+@pytest.mark.parametrize(
+    "given, reason",
+    [(b"", "the prompt is empty"), (b" \n\n", "the prompt is empty"), (b"ab\xff", "must be UTF-8, got byte 0xff at 2")],
+)
+def test_standard_input_without_text_is_refused_before_a_model_is_opened(given, reason, monkeypatch):
+    monkeypatch.setattr("whet.decode.engine.LLM", None)
+    result = CliRunner().invoke(app, ["generate", "-"], input=given)
+    assert result.exit_code == 2 and len(said(result)) == 1 and reason in said(result)[0]
+
+
+def test_options_without_effect_and_slow_weights_are_told_in_a_line():
+    common = ("generate", "5 6", "--random-weights", "qwen3:tiny", "--max-new-tokens", "2", "--device", "cpu")
+    result = invoke(*common, "--seed", "3", "--quant", "int8")
+    assert result.exit_code == 0 and len(said(result)) == 2
+    assert "have no effect at temperature 0" in said(result)[0]
+    assert "on a CPU int8 weights are widened for each product" in said(result)[1]
+    assert said(invoke(*common, "--seed", "3", "--temperature", "1")) == said(invoke(*common)) == []
 
 
 WRONG = {
@@ -76,6 +98,11 @@ WRONG = {
     "not-a-model": ("generate . hello", "config.json"),
     "quant": ("generate hello --random-weights qwen3:tiny --quant int3", "quant must be one of int8, int4, fp8, got 'int3'"),
     "speculate": ("generate hello --random-weights qwen3:tiny --speculate luck", "speculate must be None or one of ngram"),
+    "quant-first": ("generate nowhere hello --quant int3", "quant must be one of int8, int4, fp8, got 'int3'"),
+    "speculate-first": ("generate nowhere hello --speculate luck", "speculate must be None or one of ngram"),
+    "drawn-speculation": ("generate nowhere hello --speculate ngram --temperature 0.8", "got 0.8; leave out --speculate"),
+    "no-file": ("generate nowhere.gguf", "nowhere.gguf: there is no such file"),
+    "blank": ("generate '   '", "generate: the prompt is empty"),
     "temperature": ("generate hello --random-weights qwen3:tiny --temperature -1", "temperature must be from 0"),
     "top-p": ("generate hello --random-weights qwen3:tiny --top-p 0", "top_p must be "),
     "tokens": ("generate hello --random-weights qwen3:tiny --max-new-tokens 0", "max_new_tokens must be a whole number from 1"),

@@ -63,11 +63,25 @@ def told_apart(words: list[str], random_weights: str | None) -> tuple[str | None
         model, rest = words[0], words[1:]
     else:
         model, rest = None, words
+    if not rest and model is not None and not Path(model).expanduser().exists():
+        raise ValueError(f"generate: {model}: there is no such file")
     if not rest:
         raise ValueError('generate: there is no prompt; whet generate MODEL "prompt", or - to read it from standard input')
     if len(rest) > 1:
         raise ValueError(f"generate: one prompt, got {len(rest)} arguments after the model; put the prompt in quotes")
-    return model, sys.stdin.read() if rest[0] == "-" else rest[0]
+    prompt = standard_input() if rest[0] == "-" else rest[0]
+    if not prompt.strip():
+        raise ValueError("generate: the prompt is empty")
+    return model, prompt
+
+
+def standard_input() -> str:
+    """All of it, without the newline that ends its last line."""
+    try:
+        read = sys.stdin.buffer.read().decode()
+    except UnicodeDecodeError as e:
+        raise ValueError(f"generate: standard input must be UTF-8, got byte 0x{e.object[e.start]:02x} at {e.start}") from None
+    return read.replace("\r\n", "\n").removesuffix("\n")
 
 
 def is_model(text: str) -> bool:
@@ -132,14 +146,23 @@ def generate(
     Example: whet generate --random-weights qwen3:tiny "1 2 3" --max-new-tokens 8
     """
     began = measure.since_start()
+    options: dict[str, Any] = dict(temperature=temperature, top_k=top_k, top_p=top_p, seed=seed, ignore_eos=ignore_eos)
+    options |= dict(max_new_tokens=max_new_tokens)
     with plain_errors("nothing was generated yet"):
         model, prompt = told_apart(words or [], random_weights)
-        from whet.decode.engine import LLM  # after what needs no model
+        from whet.decode.engine import LLM, Options  # after what needs no model
 
+        Options(**options)
+        if speculate is not None and temperature > 0:
+            raise ValueError(f"generate: --speculate needs temperature 0, got {temperature}; leave out --speculate")
         llm = LLM(model, device=device, quant=quant, max_batch=1, speculate=speculate, random_weights=random_weights)
         telling = Telling(began, measure.since_start() - began, not as_json)
-        options = dict(temperature=temperature, top_k=top_k, top_p=top_p, seed=seed, ignore_eos=ignore_eos)
-        telling.take(llm.stream(asked_of(llm, prompt, chat), max_new_tokens=max_new_tokens, **options))
+        stream = llm.stream(asked_of(llm, prompt, chat), **options)
+        if temperature == 0 and (top_k, top_p, seed) != (0, 1.0, 0):
+            typer.echo("whet: --top-k, --top-p and --seed have no effect at temperature 0; give --temperature", err=True)
+        if quant is not None and llm.device.type == "cpu":
+            typer.echo(f"whet: on a CPU {quant} weights are widened for each product, and decode slower", err=True)
+        telling.take(stream)
         made = telling.as_dict()
     if as_json:
         typer.echo(json.dumps(made, indent=1))

@@ -10,7 +10,8 @@
 """
 
 import contextlib
-from collections.abc import Iterator, Mapping, Sequence
+import numbers
+from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -19,15 +20,16 @@ import torch
 
 from whet.decode.cache import Cache
 from whet.decode.load import open_model
-from whet.decode.quantize import bytes_per_token, quantize
+from whet.decode.quantize import QUANTS, bytes_per_token, quantize
 from whet.decode.request import Completion, Request, Writer
 from whet.decode.runner import Runner
 from whet.decode.sampling import Sampling
 from whet.decode.serve import Server
 from whet.decode.speculate import Contest, Speculator
+from whet.decode.text import check_text
 
 SPECULATIONS = ("ngram",)
-Prompt = str | Sequence[int]
+Prompt = str | Sequence[int] | torch.Tensor
 Messages = Sequence[Mapping[str, Any]]
 
 
@@ -140,6 +142,8 @@ class LLM:
         speculate: str | None = None, random_weights: str | None = None,
     ):
         check_limits(max_batch, max_context, speculate)
+        if quant is not None and quant not in QUANTS:
+            raise ValueError(f"quant must be one of {', '.join(QUANTS)}, got {quant!r}")
         opened, text = open_model(model, random_weights=random_weights, device=device, dtype=dtype)
         if quant is not None:
             quantize(opened, quant)
@@ -172,12 +176,12 @@ class LLM:
         top_p: float = 1.0, seed: int | Sequence[int] = 0, stop: str | Sequence[str] = (), ignore_eos: bool = False,
         reuse: bool = False,
     ) -> Any:
-        """The Completion of a prompt, or a list of them for a list; a prompt is a text or a list of tokens. See Options.
+        """The Completion of a prompt, or a list of them for a list; a prompt is text or a list of token numbers. See Options.
 
         A bad prompt among several gives a Completion with reason "error" and the others are answered; alone it raises.
         seed: one for all, so that a prompt's answer does not depend on its place, or one for each.
         """
-        single = isinstance(prompts, str) or (len(prompts) > 0 and all(isinstance(t, int) for t in prompts))
+        single = is_one(prompts)
         each: list[Any] = [prompts] if single else list(prompts)
         seeds = [seed] * len(each) if isinstance(seed, int) else list(seed)
         if len(seeds) != len(each):
@@ -219,7 +223,7 @@ class LLM:
         return made
 
     def _chat_or_prompt(self, prompt: Any, options: dict[str, Any]) -> tuple[Prompt, Options]:
-        if not isinstance(prompt, str) and any(isinstance(m, Mapping) for m in prompt):
+        if isinstance(prompt, Sequence) and any(isinstance(m, Mapping) for m in prompt):
             return self.text.chat(prompt), Options(**({"reuse": True} | options))
         return prompt, Options(**options)
 
@@ -243,7 +247,7 @@ class LLM:
     def _request(self, prompt: Prompt, options: Options) -> Request:
         """The prompt as tokens, checked; a ValueError says in one line what is wrong with it."""
         vocab, longest = self.model.c.vocab, self.cache.longest
-        tokens = self.text.encode(prompt) if isinstance(prompt, str) else list(prompt)
+        tokens = tokens_of(prompt, self.text)
         if not tokens:
             raise ValueError("the prompt is empty; give it at least one token")
         if bad := [t for t in tokens if isinstance(t, bool) or not isinstance(t, int) or not 0 <= t < vocab]:
@@ -258,6 +262,35 @@ class LLM:
             tokens, options.sampling(), min(options.max_new_tokens, longest - len(tokens)), Writer(self.text, options.stop),
             frozenset(() if options.ignore_eos else self.model.c.eos), options.reuse, Contest() if drafts else None,
         )
+
+
+def is_one(prompts: Any) -> bool:
+    """Whether this is one prompt rather than several. What is neither counts as one, and is refused as such."""
+    if isinstance(prompts, torch.Tensor):
+        return prompts.dim() < 2
+    if not may_be_list(prompts):
+        return True
+    return len(prompts) > 0 and all(isinstance(t, numbers.Number) for t in prompts)
+
+
+def may_be_list(given: Any) -> bool:
+    no_list = (str, bytes, bytearray, Mapping, Set)
+    return isinstance(given, Iterable) and hasattr(given, "__len__") and not isinstance(given, no_list)
+
+
+def tokens_of(prompt: Any, text: Any) -> list[Any]:
+    """A prompt's tokens, their values not yet checked."""
+    wanted = "a prompt is text or a list of token numbers"
+    if isinstance(prompt, str):
+        check_text(prompt, wanted)
+        return text.encode(prompt)
+    if isinstance(prompt, torch.Tensor):
+        if prompt.dim() != 1 or prompt.is_floating_point() or prompt.is_complex() or prompt.dtype == torch.bool:
+            raise ValueError(f"{wanted}, got a tensor of shape {tuple(prompt.shape)} and {prompt.dtype}")
+        return prompt.tolist()
+    if not may_be_list(prompt):
+        raise ValueError(f"{wanted}, got {type(prompt).__name__}")
+    return [int(t) if isinstance(t, numbers.Integral) and not isinstance(t, int) else t for t in prompt]
 
 
 def check_limits(max_batch: int, max_context: int | None, speculate: str | None) -> None:

@@ -129,11 +129,11 @@ def _open_folder(folder: Path, where: dict, auto: bool) -> tuple[Qwen3, Text | N
     if auto and where["device"].type == "cuda" and (given.get("dtype") or given.get("torch_dtype")) == "float16":
         where = where | dict(dtype=torch.float16)
     text = Text.from_folder(folder) if (folder / "tokenizer.json").is_file() else None
-    if (folder / "generation_config.json").is_file():
-        said = _json(folder / "generation_config.json")
-        given |= {k: said[k] for k in ("bos_token_id", "eos_token_id") if said.get(k) is not None}
+    said = _json(own) if (own := folder / "generation_config.json").is_file() else {}
+    ends = {k: said[k] for k in ("bos_token_id", "eos_token_id") if said.get(k) is not None}
     try:
-        config = Config.from_hf(given)
+        qwen3.check_fields(ends, own.name)
+        config = Config.from_hf(given | ends)
     except ValueError as e:
         raise ValueError(f"{folder}: {e}") from None
     model = Qwen3(_ends(config, text), **where)
@@ -148,10 +148,13 @@ def _ends(config: Config, text: Text | None) -> Config:
 
 def shards(folder: Path) -> list[Path]:
     index = folder / "model.safetensors.index.json"
-    if index.is_file():
-        files = [folder / name for name in sorted(set(_json(index).get("weight_map", {}).values()))]
+    named = _json(index).get("weight_map") or {} if index.is_file() else {}
+    if not isinstance(named, dict) or not all(isinstance(name, str) for name in named.values()):
+        raise ValueError(f"{index}: weight_map must be an object with a file name for each tensor, got {type(named).__name__}")
+    whole = folder / "model.safetensors"
+    if named:
+        files = [folder / name for name in sorted(set(named.values()))]
     else:
-        whole = folder / "model.safetensors"
         files = [whole] if whole.is_file() else sorted(folder.glob("*.safetensors"))
     if lost := [f for f in files if not f.is_file()]:
         raise ValueError(f"{folder}: {lost[0].name} is missing, which {index.name} names ({len(lost)} of {len(files)} missing)")

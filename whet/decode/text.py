@@ -69,8 +69,7 @@ class Text:
 
     def encode(self, text: str, special: bool = True) -> list[int]:
         """Tokens. special: with what the tokenizer puts around a text; a chat template writes that itself."""
-        if not isinstance(text, str):
-            raise ValueError(f"encode: text must be a string, got {type(text).__name__}")
+        check_text(text, "encode: text must be a string of whole characters")
         return self.tokenizer.encode(text, add_special_tokens=special).ids
 
     def decode(self, tokens: Sequence[int], skip_special: bool = True) -> str:
@@ -128,11 +127,24 @@ class Stream:
 
 
 def check_messages(messages) -> None:
-    if isinstance(messages, (str, Mapping)) or not len(messages):
+    if isinstance(messages, str) or not isinstance(messages, Sequence) or not messages:
         raise ValueError(f"chat: messages must be a list of {{'role': ..., 'content': ...}}, got {messages!r}")
     for i, m in enumerate(messages):
         if not isinstance(m, Mapping) or "role" not in m or "content" not in m:
             raise ValueError(f"chat: messages[{i}] must have role and content, got {m!r}")
+        for name in ("role", "content"):
+            if not (m[name] is None and m.get("tool_calls")):  # a call of a tool may come without words
+                check_text(m[name], f"chat: {name} of messages[{i}] must be text")
+
+
+def check_text(text: Any, wanted: str) -> None:
+    """Refuse what is no string, or holds half a character: that is how Python reads bytes that are not UTF-8."""
+    if not isinstance(text, str):
+        raise ValueError(f"{wanted}, got {type(text).__name__}")
+    try:
+        text.encode()
+    except UnicodeEncodeError as e:
+        raise ValueError(f"{wanted}, got half a character, {ascii(text[e.start])}, at place {e.start}: not UTF-8") from None
 
 
 def compiled(template: str):

@@ -78,7 +78,10 @@ class Config:
     @classmethod
     def from_hf(cls, given: Mapping[str, Any]) -> "Config":
         """What a Hugging Face config.json says; what it asks for and cannot be had is refused by name."""
-        arch = (given.get("architectures") or ["none"])[0]
+        names = given.get("architectures") or ["none"]
+        arch = names if isinstance(names, str) else names[0] if isinstance(names, list) else names
+        if not isinstance(arch, str):
+            raise ValueError(f"config.json: architectures must be a list of names, got {names!r}")
         if arch not in FAMILIES:
             raise ValueError(f"config.json: architecture {arch} is not supported; there are {', '.join(FAMILIES)}")
         fields = dict(FAMILIES[arch])
@@ -88,6 +91,7 @@ class Config:
         )
         if missing := [theirs for theirs in wanted.values() if given.get(theirs) is None]:
             raise ValueError(f"config.json: {missing[0]} is missing ({len(missing)} such)")
+        check_fields(given)
         fields |= {ours: given[theirs] for ours, theirs in wanted.items()}
         for key, fine in dict(hidden_act="silu", mlp_bias=False, quantization_config=None, partial_rotary_factor=1).items():
             if given.get(key) not in (fine, None):
@@ -107,6 +111,45 @@ class Config:
             bos=given.get("bos_token_id"), eos=tuple(eos if isinstance(eos, list) else () if eos is None else (eos,)),
         )
         return cls(**fields)
+
+
+WHOLE = (
+    "vocab_size", "hidden_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads", "head_dim",
+    "intermediate_size", "max_position_embeddings", "sliding_window",
+)
+FACTORS = (
+    "rope_theta", "factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings", "attention_factor",
+    "beta_fast", "beta_slow",
+)
+
+
+def check_fields(given: Mapping[str, Any], file: str = "config.json") -> None:
+    """Refuse values of a wrong kind, such as "64" for 64 or "false" for false. What is absent or null is fine."""
+
+    def whole(x: Any, least: int) -> bool:
+        return isinstance(x, int) and not isinstance(x, bool) and x >= least
+
+    def above_0(x: Any) -> bool:
+        return isinstance(x, (int, float)) and not isinstance(x, bool) and 0 < x < math.inf
+
+    def check(names, fine, wanted: str, found: Mapping[str, Any] = given, within: str = "") -> None:
+        for name in names:
+            if found.get(name) is not None and not fine(found[name]):
+                raise ValueError(f"{file}: {within}{name} must be {wanted}, got {found[name]!r}")
+
+    check(WHOLE, lambda x: whole(x, 1), "a whole number from 1 on")
+    check(("max_window_layers", "bos_token_id"), lambda x: whole(x, 0), "a whole number from 0 on")
+    ends = lambda x: all(whole(t, 0) for t in (x if isinstance(x, list) else [x]))  # noqa: E731
+    check(["eos_token_id"], ends, "a whole number from 0 on or a list of them")
+    check(("rms_norm_eps", "rope_theta"), above_0, "a number above 0")
+    check(("tie_word_embeddings", "attention_bias", "use_sliding_window"), lambda x: isinstance(x, bool), "true or false")
+    kinds = lambda x: isinstance(x, list) and x and all(isinstance(kind, str) for kind in x)  # noqa: E731
+    check(["layer_types"], kinds, "a list of names")
+    for name in ("rope_parameters", "rope_scaling"):
+        check([name], lambda x: isinstance(x, Mapping), "an object or null")
+        rope = given.get(name) or {}
+        check(FACTORS, above_0, "a number above 0", rope, f"{name}.")
+        check(("rope_type", "type"), lambda x: isinstance(x, str), "a name", rope, f"{name}.")
 
 
 def window_of(arch: str, given: Mapping[str, Any]) -> int | None:
