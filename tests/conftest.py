@@ -62,6 +62,15 @@ def device() -> str:
     return DEVICE
 
 
+@pytest.fixture
+def one_thread():
+    """A model this small gains nothing from threads, and on a busy machine waits for them at every op."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
 @pytest.fixture(autouse=True)
 def seeded():
     torch.manual_seed(0)

@@ -19,13 +19,7 @@ ONE_HEAD_EACH = replace(SMALL, kv_heads=4)  # no grouping
 variants = pytest.mark.parametrize("variant", VARIANTS)
 
 
-@pytest.fixture(autouse=True)
-def one_thread():
-    """A model this small gains nothing from threads, and on a busy machine waits for them at every op."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
+pytestmark = pytest.mark.usefixtures("one_thread")
 
 
 def weights(c: Config) -> dict[str, torch.Tensor]:

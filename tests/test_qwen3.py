@@ -41,12 +41,7 @@ VARIETIES = {
 varieties = pytest.mark.parametrize("variety", VARIETIES)
 
 
-@pytest.fixture(autouse=True)
-def one_thread():
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
+pytestmark = pytest.mark.usefixtures("one_thread")
 
 
 @torch.no_grad()

@@ -8,7 +8,7 @@ import pytest
 import torch
 from rich.console import Console
 from test_cli import example, invoke, said
-from test_decode_bench import SMALL, made, one_thread, tokens_of  # noqa: F401  (one_thread is a fixture)
+from test_decode_bench import SMALL, made, tokens_of
 from typer.testing import CliRunner
 
 from whet import measure, talk

@@ -13,7 +13,7 @@ import torch
 
 from whet.choices import Choices
 from whet.decode.contender import CHUNK, Contender, column
-from whet.decode.quality import full_float32
+from whet.decode.quality import full_float32, widened
 from whet.models.qwen3 import Qwen3
 from whet.verify import VALUE_FACTOR, Verdict, judge
 
@@ -34,25 +34,6 @@ def by_formulas(model: Qwen3) -> Iterator[None]:
         yield
     finally:
         model.ops = before
-
-
-@torch.no_grad()
-def widened(model: Qwen3) -> Qwen3:
-    """The function that the stored weights mean, quantised or not, in float32; of a model in float32, in float64."""
-    dtype = torch.float64 if model.embed.dtype == torch.float32 else torch.float32
-    wide = Qwen3(model.c, "plain", device=model.embed.device, dtype=dtype).requires_grad_(False)
-    ours, theirs = dict(wide.named_modules()), dict(model.named_modules())
-    for path, module in theirs.items():
-        for name, p in module.named_parameters(recurse=False):
-            if name != "data":
-                getattr(ours[path], name).copy_(p)
-            elif module is not model.head or not shares_embedding(model):
-                ours[path].replace(module.dense(dtype), None)
-    return wide
-
-
-def shares_embedding(model: Qwen3) -> bool:
-    return model.head.data is model.embed
 
 
 class Prompt:
@@ -92,7 +73,8 @@ class Truth:
         self.prompt, self.forced = prompt, forced
         self.rows = sorted({0, batch // 2, batch - 1})[:MOST_ROWS]
         self.step = torch.finfo(model.embed.dtype).eps
-        self.oracle = Prompt(widened(model), prompt, len(self.rows))
+        wider = torch.float64 if model.embed.dtype == torch.float32 else torch.float32
+        self.oracle = Prompt(widened(model, wider), prompt, len(self.rows))
         self.wanted = self.oracle.logits(forced[self.rows])
         self.eager = Prompt(model, prompt, len(self.rows)).logits(forced[self.rows])
 

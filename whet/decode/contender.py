@@ -2,7 +2,6 @@
 
 import functools
 from collections.abc import Callable
-from typing import Any
 
 import torch
 
@@ -78,12 +77,9 @@ class Graph(Contender):
     def __init__(self, model: Qwen3, batch: int, length: int):
         cache = Cache(model.c, model.embed.dtype, model.embed.device, max_tokens=model.c.max_positions)
         self.model, self.batch, self.held = model, batch, 0
-        self.runner = self.runner_of(model, cache, batch)
+        self.runner = Runner(model, cache, batch)
         self.runner.hold(batch, length)
         self.context = self.runner.context(length)
-
-    def runner_of(self, model: Qwen3, cache: Cache, batch: int) -> Any:
-        return Runner(model, cache, batch)
 
     def feed(self, prompt, first):
         self.runner.prefill(0, prompt[0].tolist(), 0, Sampling()).read()

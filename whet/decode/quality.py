@@ -99,9 +99,21 @@ def float32_reference(model: Any) -> Any:
     for name, w in weights(model):
         if quant := quant_of(w.data):
             raise ValueError(f"float32_reference: {name} is {quant}, expected weights that are not quantised; build it before")
-    wide = type(model)(model.c, "plain", device=model.embed.device, dtype=torch.float32)
-    wide.load_state_dict(model.state_dict())
-    return wide.requires_grad_(False)
+    return widened(model, torch.float32)
+
+
+@torch.no_grad()
+def widened(model: Any, dtype: torch.dtype) -> Any:
+    """The function that the stored weights mean, quantised or not, in another dtype, every op by its plain formula."""
+    wide = type(model)(model.c, "plain", device=model.embed.device, dtype=dtype).requires_grad_(False)
+    ours, shared = dict(wide.named_modules()), model.head.data is model.embed
+    for path, module in model.named_modules():
+        for name, p in module.named_parameters(recurse=False):
+            if name != "data":
+                getattr(ours[path], name).copy_(p)
+            elif module is not model.head or not shared:
+                ours[path].replace(module.dense(dtype).clone(), None)
+    return wide
 
 
 @dataclass(frozen=True)

@@ -125,7 +125,21 @@ def read_prompt(module: Any, cache, tokens: torch.Tensor) -> None:
         module(input_ids=part, past_key_values=cache, use_cache=True, logits_to_keep=1, **given)
 
 
-class TransformersStatic(Contender):
+class Compiled(Contender):
+    """compiled(token, at): a step at the position `at` (1,), which stays on the device."""
+
+    compiled: Any
+    at: torch.Tensor
+
+    @torch.no_grad()
+    def step(self, token):
+        torch.compiler.cudagraph_mark_step_begin()
+        found = self.compiled(token, self.at)
+        self.at += 1
+        return found
+
+
+class TransformersStatic(Compiled):
     """A static cache, and the step (forward and argmax) compiled whole."""
 
     def __init__(self, model: Qwen3, batch: int, length: int):
@@ -149,13 +163,6 @@ class TransformersStatic(Contender):
         self.rewind()
         read_prompt(self.module, self.cache, prompt.expand(len(first), -1))
         self.held = prompt.shape[1]
-
-    @torch.no_grad()
-    def step(self, token):
-        torch.compiler.cudagraph_mark_step_begin()
-        found = self.compiled(token, self.at)
-        self.at += 1
-        return found
 
     def rewind(self):
         self.at.fill_(self.held)
@@ -266,7 +273,7 @@ class ByHand(nn.Module):
         return F.linear(rms(x[:, -1], self.norm, self.c.eps), self.head)
 
 
-class GptFast(Contender):
+class GptFast(Compiled):
     def __init__(self, model: Qwen3, batch: int, length: int, tuned: bool = False):
         self.module, self.held = ByHand(model, batch, length), 0
         self.at = torch.zeros(1, dtype=torch.int64, device=model.embed.device)
@@ -282,13 +289,6 @@ class GptFast(Contender):
         for i, part in enumerate(prompt.expand(len(first), -1).split(CHUNK, dim=1)):
             self.module(part, torch.arange(part.shape[1], device=part.device) + i * CHUNK)
         self.rewind()
-
-    @torch.no_grad()
-    def step(self, token):
-        torch.compiler.cudagraph_mark_step_begin()
-        found = self.compiled(token, self.at)
-        self.at += 1
-        return found
 
     def rewind(self):
         self.at.fill_(self.held)

@@ -85,14 +85,14 @@ def cut(N: int, dtype: torch.dtype) -> tuple[int, int, int, int]:
     return (32, 128, 4, 4) if N < 2**16 else (64, 64, 4, 4)
 
 
-def many(x, norm, w, scale, bias, res, y, strides, eps, how, tile=None) -> torch.Tensor:
+def many(x, norm, w, scale, bias, res, y, strides, eps, how) -> torch.Tensor:
     """Launch the product of many rows of x, normed first where it is to be."""
     M, N = y.shape
     if norm is not None:
         x = normed(x, norm, eps)
         strides = (x.stride(0), *strides[1:])
     BLOCK_M = 64  # for few rows too: narrower tiles go through slower tensor instructions
-    BLOCK_N, BLOCK_K, warps, stages = tile or cut(N, x.dtype)
+    BLOCK_N, BLOCK_K, warps, stages = cut(N, x.dtype)
     if how["QUANT"] == "int4":
         BLOCK_K = min(BLOCK_K, how["GROUP"])
     _many_kernel[(triton.cdiv(N, BLOCK_N), triton.cdiv(M, BLOCK_M))](

@@ -31,9 +31,9 @@ _alike = contextvars.ContextVar("whet_alike", default=False)
 
 
 @contextlib.contextmanager
-def alike(wanted: bool = True) -> Iterator[None]:
+def alike() -> Iterator[None]:
     """Within the block up to 8 rows of x are taken one by one: a row's bits are those it would have alone."""
-    before = _alike.set(wanted)
+    before = _alike.set(True)
     try:
         yield
     finally:
