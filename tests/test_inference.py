@@ -208,6 +208,7 @@ def test_a_scale_must_be_given_with_quantised_weights_and_with_those_alone(quant
         kernel_of(op, "eager")(**wrong)
 
 
+ROPE = dict(B=2, T=3, H=4, KV=2, D=16, S=12, start=5)
 PLAIN = dict(B=2, H=4, KV=2, D=16, S=40, T=3, at=30)
 MUTANTS = [
     ("norm_linear", dict(M=2, K=64, N=9, quant="int8"), "scale ignored", "dense(w, scale, x.dtype)", "w.to(x.dtype)"),
@@ -218,6 +219,11 @@ MUTANTS = [
     ("norm_swiglu", dict(M=2, K=64, F=9), "silu forgotten", " * torch.sigmoid(gate)", ""),
     ("linear_add", dict(M=2, K=64, N=9), "residual forgotten", "return res + ", "return "),
     ("linear_add", dict(M=2, K=64, N=9), "residual twice", "return res + ", "return res + res + "),
+    ("norm_rope", ROPE, "key written one late", " k_cache[:, :, start :", " k_cache[:, :, start + 1 : 1 +"),
+    ("norm_rope", ROPE, "value not written", ", v_cache[:, :, start : start + T] = k, v", " = k"),
+    ("norm_rope", ROPE, "norms swapped", "rms_norm(q, q_norm, eps), rms_norm(k, k_norm, eps)",
+     "rms_norm(q, k_norm, eps), rms_norm(k, q_norm, eps)"),
+    ("norm_rope", ROPE, "turned by the position after", "cos, sin, start)", "cos, sin, start + 1)"),
     ("norm_argmax", dict(M=2, K=64, N=99), "the token after", "return token,", "return token + 1,"),
     ("norm_argmax", dict(M=2, K=64, N=99), "the smallest", "logits.max", "logits.min"),
     ("norm_argmax", dict(M=2, K=64, N=99), "logits before the norm", "F.linear(y,", "F.linear(x,"),

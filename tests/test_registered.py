@@ -132,6 +132,18 @@ def test_autocast_stays_within_the_budget_of_the_reference_under_autocast_or_is_
 
 
 @TRAINED_KERNEL
+def test_without_gradients_it_gives_the_same_bits_and_keeps_nothing(op, impl, device):
+    args = fresh(op, ragged_case(op, impl), device, exact(op, impl))
+    recorded = dict(enumerate(as_tuple(kernel_of(op, impl)(**args))))
+    with torch.no_grad():
+        alone = dict(enumerate(as_tuple(kernel_of(op, impl)(**args))))
+    assert_same_bits(recorded, alone)
+    assert all(o.requires_grad for o in recorded.values() if o.is_floating_point()) and not any(
+        o.requires_grad for o in alone.values()
+    )
+
+
+@TRAINED_KERNEL
 def test_activation_checkpointing_gives_the_same_bits(op, impl, device):
     def again(**args):
         return checkpoint(kernel_of(op, impl), use_reentrant=False, **args)

@@ -3,6 +3,7 @@
 import pytest
 import torch
 from conftest import DEVICE, every_kernel, every_op, exact, first_case, has_triton, trained
+from torch.autograd import forward_ad
 
 import whet.ops
 from whet.op import DTYPES, as_tuple
@@ -48,6 +49,16 @@ def test_forward_mode_differentiation_raises_rather_than_giving_zeros(op, impl):
 
     with pytest.raises(RuntimeError, match=rf"\[{impl}\]: forward-mode"):
         torch.func.jvp(run, (args[name],), (torch.ones_like(args[name]),))
+
+
+@pytest.mark.parametrize("op, impl", every_kernel(trained))
+def test_a_tangent_is_refused_where_no_gradient_is_asked_for_too(op, impl):
+    args = {k: v.detach() if isinstance(v, torch.Tensor) else v for k, v in leaves(op, impl=impl).items()}
+    x = args[op.grads[0]]
+    with torch.no_grad(), forward_ad.dual_level():
+        dual = forward_ad.make_dual(x, torch.ones_like(x))
+        with pytest.raises(RuntimeError, match="forward AD|jvp"):
+            getattr(whet.ops, op.name)(**(args | {op.grads[0]: dual}), impl=impl)
 
 
 @pytest.mark.parametrize("op, impl", every_kernel(trained))

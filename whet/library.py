@@ -2,7 +2,7 @@
 
 A `Fused` pairs a forward launcher with a backward launcher. Traced code (torch.compile, dispatch modes, functorch) goes
 through the torch.library op; plain eager code through an autograd.Function over the same two launchers, which costs
-less host time per call.
+less host time per call; and where nothing asks for a gradient the forward launcher is called as it is, which costs least.
 """
 
 from collections.abc import Callable
@@ -97,7 +97,7 @@ class Fused:
     def __call__(self, *args):
         if torch.compiler.is_compiling():
             return self._through_library(args)
-        run = self._through_library if _watched(self.label) else lambda a: self.function.apply(*a)
+        run = self._through_library if _watched(self.label) else self._recorded if _asked(args) else self._alone
         x = args[0]
         if x.is_cuda and x.device.index != torch.cuda.current_device():
             with torch.cuda.device(x.device):
@@ -105,7 +105,15 @@ class Fused:
         return run(args)
 
     def _through_library(self, args):
-        out = self.op(*args)
+        return self._shown(self.op(*args))
+
+    def _recorded(self, args):
+        return self.function.apply(*args)
+
+    def _alone(self, args):
+        return self._shown(self.forward(*args))
+
+    def _shown(self, out):
         return out[: self.n_out] if self.n_out > 1 else out[0] if isinstance(out, (tuple, list)) else out
 
 
@@ -115,6 +123,13 @@ def _watched(label: str) -> bool:
     if transform is not None and transform.key() == torch._C._functorch.TransformType.Jvp:
         raise RuntimeError(f"{label}: forward-mode differentiation is not supported; use impl='eager' where you need it")
     return transform is not None or torch._C._len_torch_dispatch_stack() > 0
+
+
+def _asked(args) -> bool:
+    """Whether a gradient of this call may be asked for, or a tangent, which autograd then refuses."""
+    if torch.autograd.forward_ad._current_level >= 0:
+        return True
+    return torch.is_grad_enabled() and any([isinstance(a, torch.Tensor) and a.requires_grad for a in args])
 
 
 def _keep(ctx, fused: Fused, args, results):

@@ -139,9 +139,12 @@ def _compare_cpu(runs: dict[str, Callable], seconds: float, least: int) -> dict[
 
 
 class Graph:
-    """A captured run: call it to replay."""
+    """A captured run: call it to replay.
 
-    def __init__(self, run: Callable, warm_up: int = 3):
+    beside   a graph whose memory this one takes for its own too: one runs after the other, and neither's result is kept
+    """
+
+    def __init__(self, run: Callable, warm_up: int = 3, beside: "Graph | None" = None):
         stream = torch.cuda.Stream()
         stream.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(stream):
@@ -150,7 +153,7 @@ class Graph:
         torch.cuda.current_stream().wait_stream(stream)
         torch.cuda.synchronize()
         self.graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(self.graph):
+        with torch.cuda.graph(self.graph, pool=None if beside is None else beside.graph.pool()):
             self.out = run()
 
     def __call__(self):

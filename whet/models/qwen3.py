@@ -223,13 +223,16 @@ class Layer(nn.Module):
             q, k = ops.rms_norm(q, self.q_norm, c.eps), ops.rms_norm(k, self.k_norm, c.eps)
         return *ops.rope(q.transpose(1, 2), k.transpose(1, 2), *rope), v.transpose(1, 2)
 
-    def forward(self, h, delta, rope, attend, ops):
-        """h is the residual stream, delta what the layer before adds to it, inside this one's norm."""
+    def forward(self, h, delta, attend, ops):
+        """h is the residual stream, delta what the layer before adds to it, inside this one's norm.
+
+        attend   (this layer, y) -> what each token's heads (B, heads, T, D) gather
+        """
         if delta is None:
             y = ops.rms_norm(h, self.norm1, self.c.eps)
         else:
             y, h = ops.add_rms_norm(delta, h, self.norm1, self.c.eps)
-        out = attend(*self.project(y, rope, ops)).transpose(1, 2).flatten(2)
+        out = attend(self, y).transpose(1, 2).flatten(2)
         y, h = ops.add_rms_norm(self.o(out, self.o_bias), h, self.norm2, self.c.eps)
         return h, self.down(ops.swiglu(self.gate_up(y)))
 
@@ -256,12 +259,13 @@ class Qwen3(nn.Module):
 
     def forward(self, tokens, labels=None):
         """Logits (B, T, V), or the mean cross-entropy of labels, which are tokens shifted once by whoever made the batch."""
-        def attend(q, k, v):
+        def attend(layer, y):
+            q, k, v = layer.project(y, (self.cos, self.sin, 0), self.ops)
             return self.ops.attention(q, k, v, causal=True, window=self.c.window)
 
         h, delta = F.embedding(tokens, self.embed), None
         for layer in self.layers:
-            h, delta = layer(h, delta, (self.cos, self.sin, 0), attend, self.ops)
+            h, delta = layer(h, delta, attend, self.ops)
         y, _ = self.ops.add_rms_norm(delta, h, self.norm, self.c.eps)
         return self.head(y) if labels is None else self.ops.linear_cross_entropy(y, self.head.dense(y.dtype), labels)
 
@@ -277,18 +281,21 @@ class Qwen3(nn.Module):
         B, T = tokens.shape
         if start is not None and start + T > cache_k[0].shape[2]:
             raise ValueError(f"extend: start + {T} tokens must fit the cache of {cache_k[0].shape[2]}, got start {start}")
-        at, row = positions[:, None] + torch.arange(T, device=tokens.device), torch.arange(B, device=tokens.device)[:, None]
+        if start is None:
+            at, row = positions[:, None] + torch.arange(T, device=tokens.device), torch.arange(B, device=tokens.device)[:, None]
         h, delta = F.embedding(tokens, self.embed), None
         for layer, keys, values in zip(self.layers, cache_k, cache_v):
-            def attend(q, k, v, keys=keys, values=values):
+            def attend(layer, y, keys=keys, values=values):
                 if start is None:
+                    q, k, v = layer.project(y, (self.cos, self.sin, at), self.ops)
                     keys.transpose(1, 2)[row, at], values.transpose(1, 2)[row, at] = k.transpose(1, 2), v.transpose(1, 2)
                     return attend_all(q, keys, values, at, self.c.window)
-                keys[:, :, start : start + T], values[:, :, start : start + T] = k, v
+                qkv, norms = layer.qkv(y, layer.qkv_bias), (layer.q_norm, layer.k_norm)
+                q = self.ops.norm_rope(qkv, keys, values, self.cos, self.sin, start, *norms, self.c.eps)
                 seen = (t[:, :, : start + T] for t in (keys, values))
-                return self.ops.attention(q, *seen, causal="bottom-right", window=self.c.window)
+                return self.ops.attention(q.transpose(1, 2), *seen, causal="bottom-right", window=self.c.window)
 
-            h, delta = layer(h, delta, (self.cos, self.sin, at if start is None else start), attend, self.ops)
+            h, delta = layer(h, delta, attend, self.ops)
         return h if delta is None else h + delta
 
     @torch.no_grad()

@@ -65,6 +65,10 @@ def plan(w: torch.Tensor, tile: str | None, M: int) -> Rows:
         return Rows.parse(tile)
     if M > 1:
         return Rows(4, 4)
+    if quant_of(w) == "fp8":
+        return Rows(8, 4) if w.shape[0] > 4096 else Rows(16, 4) if w.shape[0] == 4096 else Rows(4, 4)
+    if quant_of(w) and w.shape[0] > 4096:
+        return Rows(8, 4)
     return Rows(16, 8) if w.shape[0] >= 4096 else Rows(2, 2)
 
 
@@ -202,6 +206,25 @@ def from_bytes(u, BIAS: tl.constexpr):
 
 
 @triton.jit
+def from_int4(w):
+    """1024 + the low four bits of bytes, and 1024 + 16 times the high, in fp32: by way of the bits of fp16."""
+    low, high = tl.inline_asm_elementwise(
+        """
+        {
+        .reg .b32 u, v;
+        and.b32 u, $4, 0x0F0F0F0F;
+        and.b32 v, $4, 0xF0F0F0F0;
+        prmt.b32 $0, u, 0x64646464, 0x4140;
+        prmt.b32 $1, u, 0x64646464, 0x4342;
+        prmt.b32 $2, v, 0x64646464, 0x4140;
+        prmt.b32 $3, v, 0x64646464, 0x4342;
+        }
+        """, "=r,=r,=r,=r,r", [w], dtype=(tl.float16, tl.float16), is_pure=True, pack=4,
+    )
+    return low.to(tl.float32), high.to(tl.float32)
+
+
+@triton.jit
 def wide(w, QUANT: tl.constexpr):
     """Stored weights in fp32."""
     if QUANT == "int8":
@@ -211,11 +234,25 @@ def wide(w, QUANT: tl.constexpr):
 
 
 @triton.jit
-def product(w, scale, x, TURN: tl.constexpr, KS: tl.constexpr, QUANT: tl.constexpr, GROUP: tl.constexpr):
-    """A row of w for each warp times x: (WARPS,) in fp32."""
+def product(
+    w, scale, x, TURN: tl.constexpr, KS: tl.constexpr, QUANT: tl.constexpr, GROUP: tl.constexpr, ROUGH: tl.constexpr = False,
+):
+    """A row of w for each warp times x: (WARPS,) in fp32. ROUGH: int4 from which 1024 is taken only after the sum, of eight."""
     TILES: tl.constexpr = (KS + WIDE - 1) // WIDE
-    if QUANT == "int4":
-        warps: tl.constexpr = w[0].shape[0]
+    warps: tl.constexpr = w[0].shape[0]
+    if QUANT == "int4" and ROUGH:
+        sums = tl.zeros((warps, WIDE // 8), tl.float32)
+        for i in tl.static_range(TILES):
+            low, high = from_int4(w[TURN * TILES + i])
+            x_low, x_high = x[i].to(tl.float32), x[TILES + i].to(tl.float32)
+            lo = tl.sum(tl.reshape(low * x_low, (warps, WIDE // 8, 8)), axis=2)
+            hi = tl.sum(tl.reshape(high * x_high, (warps, WIDE // 8, 8)), axis=2)
+            of_lo = tl.sum(tl.reshape(x_low, (warps, WIDE // 8, 8)), axis=2)
+            of_hi = tl.sum(tl.reshape(x_high, (warps, WIDE // 8, 8)), axis=2)
+            sums += (lo - 1032.0 * of_lo) * scale[2 * (TURN * TILES + i)]
+            sums += (hi - 1152.0 * of_hi) * (0.0625 * scale[2 * (TURN * TILES + i) + 1])
+        y = tl.sum(sums, axis=1)
+    elif QUANT == "int4":
         sums = tl.zeros((warps, WIDE // 8), tl.float32)
         for i in tl.static_range(TILES):
             stored = w[TURN * TILES + i]
@@ -253,6 +290,7 @@ def _few_kernel(
     n = tl.program_id(0).to(tl.int64) * (WARPS * TURNS) + tl.arange(0, WARPS)
     w = held(w_ptr, n, N, stride_wn, KS, TURNS)
     scale = scales(scale_ptr, n, N, stride_sn, KS, TURNS, QUANT, GROUP)
+    ROUGH: tl.constexpr = BY_BITS and x_ptr.dtype.element_ty != tl.float32
     if PAIRED:
         up = held(w_ptr, N + n, 2 * N, stride_wn, KS, TURNS)
         up_scale = scales(scale_ptr, N + n, 2 * N, stride_sn, KS, TURNS, QUANT, GROUP)
@@ -274,9 +312,9 @@ def _few_kernel(
             rstd = 1.0 / tl.sqrt_rn(squares / K + eps)
         for turn in tl.static_range(TURNS):
             row = n + turn * WARPS
-            y = product(w, scale, x, turn, KS, QUANT, GROUP) * rstd
+            y = product(w, scale, x, turn, KS, QUANT, GROUP, ROUGH) * rstd
             if PAIRED:
-                y = y * tl.sigmoid(y) * (product(up, up_scale, x, turn, KS, QUANT, GROUP) * rstd)
+                y = y * tl.sigmoid(y) * (product(up, up_scale, x, turn, KS, QUANT, GROUP, ROUGH) * rstd)
             tl.store(y_ptr + m * stride_ym + row, y + added[turn], mask=row < N)
 
 

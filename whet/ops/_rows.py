@@ -13,6 +13,16 @@ RAGGED_N = 4096  # longer rows must be whole 16-byte loads: the addresses of sin
 ROW_LIMITS = (f"rows longer than {MAX_N}", f"rows longer than {RAGGED_N} that are no multiple of 16", "rows of no elements")
 
 
+def cdiv(a: int, b: int) -> int:
+    """triton.cdiv for launchers: as a function of Triton's language that one costs the host several times as much."""
+    return -(-a // b)
+
+
+def power_of_two(n: int) -> int:
+    """triton.next_power_of_2 for launchers, likewise."""
+    return 1 << (n - 1).bit_length()
+
+
 def row_refused(N: int) -> str | None:
     """None, or why a program cannot hold a row of N."""
     if N > MAX_N:
@@ -30,7 +40,7 @@ def unit_rows(x: torch.Tensor) -> torch.Tensor:
 
 def tile(N: int) -> tuple[int, int, int]:
     """BLOCK_M, BLOCK_N, num_warps of a forward: a whole row per program, several rows when they are short."""
-    BLOCK_N = triton.next_power_of_2(max(N, 16))
+    BLOCK_N = power_of_two(max(N, 16))
     return min(8, max(1, 2048 // BLOCK_N)), BLOCK_N, max(2, BLOCK_N // 2048)
 
 
@@ -40,7 +50,7 @@ def bwd_tile(N: int, warps_per_sm: int = 16) -> tuple[int, int, int, int]:
     Sixteen elements a thread: at 32 the backwards take 166 to 252 registers on sm_90. Short rows do best with fewer
     programs, since each leaves one more partial row to sum.
     """
-    BLOCK_N = triton.next_power_of_2(max(N, 16))
+    BLOCK_N = power_of_two(max(N, 16))
     warps = max(4, BLOCK_N // 512)
     return min(8, max(1, 2048 // BLOCK_N)), BLOCK_N, warps, max(1, (12 if BLOCK_N <= 512 else warps_per_sm) // warps)
 
@@ -74,5 +84,5 @@ def _column_sum_kernel(
 def column_sum(partial: torch.Tensor, out: torch.Tensor) -> torch.Tensor:
     G, N = partial.shape
     BLOCK_N = 8 if N <= 2048 else 16
-    _column_sum_kernel[(triton.cdiv(N, BLOCK_N),)](partial, out, G, N, BLOCK_G=256, BLOCK_N=BLOCK_N, num_warps=8)
+    _column_sum_kernel[(cdiv(N, BLOCK_N),)](partial, out, G, N, BLOCK_G=256, BLOCK_N=BLOCK_N, num_warps=8)
     return out

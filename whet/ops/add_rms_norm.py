@@ -7,7 +7,7 @@ import triton.language as tl
 
 from whet.library import Fused
 from whet.op import Cost, Impl, Op, error, floating, lay, layout_of, nbytes, rows, same_device
-from whet.ops._rows import KERNEL_DTYPES, ROW_LIMITS, bwd_tile, column_sum, programs, row_refused, tile, unit_rows
+from whet.ops._rows import KERNEL_DTYPES, ROW_LIMITS, bwd_tile, cdiv, column_sum, programs, row_refused, tile, unit_rows
 
 
 def reference(x, res, w, eps=1e-6):
@@ -133,7 +133,7 @@ def forward(x, res, w, eps):
     rstd = torch.empty(M, dtype=torch.float32, device=x.device)
     if y.numel():
         BLOCK_M, BLOCK_N, warps = tile(N)
-        _add_rms_norm_kernel[(triton.cdiv(M, BLOCK_M),)](
+        _add_rms_norm_kernel[(cdiv(M, BLOCK_M),)](
             flat, flat_res, w, y, h, rstd, flat.stride(0), flat_res.stride(0), N, M, N, eps,
             BLOCK_M=BLOCK_M, BLOCK_N=BLOCK_N, num_warps=warps,
         )
@@ -152,7 +152,7 @@ def backward(dy, dh, h, w, rstd):
     flat_dh = flat if dh is None else unit_rows(dh)
     M, N = flat.shape
     BLOCK_M, BLOCK_N, warps, per_sm = bwd_tile(N)
-    G = programs(triton.cdiv(M, BLOCK_M), per_sm)
+    G = programs(cdiv(M, BLOCK_M), per_sm)
     partial = torch.empty(G, N, dtype=torch.float32, device=h.device)
     _add_rms_norm_bwd_kernel[(G,)](
         dy, flat_dh, flat, w, rstd, dx, partial, dy.stride(0), flat_dh.stride(0), flat.stride(0), N, M, N,

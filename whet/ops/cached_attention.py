@@ -2,20 +2,22 @@
 
 import torch
 import triton
-import triton.language as tl
 
 from whet import machine
 from whet.library import Forward
 from whet.op import Cost, Impl, Op, error, floating, lay, layout_of, nbytes, same_device
-from whet.ops._chain import begin, chain, ready
+from whet.ops._attend import _attend_kernel, _join_kernel
+from whet.ops._chain import chain
 from whet.ops._rows import KERNEL_DTYPES
-from whet.ops.attention.common import LOG2E, dot, dot_add
+from whet.ops.attention.common import LOG2E
 
-SPAN = 64  # keys that one program attends to: always cut there, so that a row's bits do not depend on the grid
-PROGRAMS = 2  # an SM's share of programs, at most, where there are spans enough
-GATHER = 16  # spans whose results are joined at a time
+SPAN = 64  # keys taken at a time, one after another within a chunk
+WHOLE = 4  # spans that one program takes alone where there are more sequences than FEW: nothing is left to join
+PROGRAMS = 2  # an SM's share of programs, where there are spans enough: a sequence is cut into that many chunks
+FEW, MANY = 3, 8  # sequences up to which each has the bits it would have alone; from which on each is cut into fewer chunks
+LONG = 8192  # tokens from which on the loop over spans is pipelined
+GATHER = 64  # chunks whose results are joined at a time
 MOST = 8  # new tokens of a sequence in one call
-
 
 def reference(qkv, k_cache, v_cache, positions, cos, sin, q_norm=None, k_norm=None, window=0, context=0, eps=1e-6):
     """qkv (B, T, (H + 2 KV) D): T new tokens of each of B sequences, at positions[b] onward.  Keys and values go into the
@@ -106,170 +108,11 @@ def cost(qkv, k_cache, v_cache, positions, cos, sin, q_norm=None, k_norm=None, w
     return Cost(bytes=nbytes(qkv) + out + new + B * keys * KV * D * 2 * k_cache.element_size(), flops=4 * B * T * H * keys * D)
 
 
-@triton.jit
-def halves(x_ptr, live, D: tl.constexpr, HALF: tl.constexpr):
-    """The two halves of a row each, (rows, HALF) in fp32: read as they lie, nothing is gathered."""
-    d = tl.arange(0, HALF)[None, :]
-    there = live[:, None] & (d < D // 2)
-    x = tl.load(x_ptr[:, None] + d, mask=there, other=0.0).to(tl.float32)
-    return x, tl.load(x_ptr[:, None] + D // 2 + d, mask=there, other=0.0).to(tl.float32)
-
-
-@triton.jit
-def rotated(x, y, c, s, wx, wy, eps, D: tl.constexpr, HAS_NORM: tl.constexpr):
-    """Halves of heads, normed by weights wx, wy and rotated."""
-    if HAS_NORM:
-        rstd = 1.0 / tl.sqrt_rn(tl.sum(x * x + y * y, axis=1, keep_dims=True) / D + eps)
-        x *= rstd * wx
-        y *= rstd * wy
-    return x * c - y * s, y * c + x * s
-
-
-@triton.jit
-def keys_of(k_ptr, v_ptr, j, stride_ks, stride_vs, position, S, window, D: tl.constexpr, BLOCK_D: tl.constexpr):
-    """Old keys j, in halves, and their values; nothing where a key is new, unseen or past the end."""
-    half, d = tl.arange(0, BLOCK_D // 2)[None, :], tl.arange(0, BLOCK_D)[None, :]
-    old = ((j < position) & (j < S) & ((window == 0) | (j + window > position)))[:, None]
-    at = k_ptr + j[:, None].to(tl.int64) * stride_ks + half
-    kx = tl.load(at, mask=old & (half < D // 2), other=0.0)
-    ky = tl.load(at + D // 2, mask=old & (half < D // 2), other=0.0)
-    return kx, ky, tl.load(v_ptr + j[:, None].to(tl.int64) * stride_vs + d, mask=old & (d < D), other=0.0)
-
-
-@triton.jit
-def attended(
-    qx, qy, kx, ky, v, j, at, live, place, split, out_ptr, most_ptr, total_ptr, window, scale,
-    D: tl.constexpr, BLOCK_D: tl.constexpr, SPLITS: tl.constexpr,
-):
-    """The rows of queries over one span of keys, stored."""
-    d = tl.arange(0, BLOCK_D)[None, :]
-    score = dot_add(dot(qx, tl.trans(kx)), qy, tl.trans(ky)) * scale
-    seen = (j[None, :] <= at[:, None]) & ((window == 0) | (j[None, :] + window > at[:, None]))
-    score = tl.where(seen, score, float("-inf"))
-    most = tl.max(score, axis=1)
-    p = tl.exp2(score - tl.where(most == float("-inf"), 0.0, most)[:, None])
-    total = tl.sum(p, axis=1)
-    acc = dot(p.to(v.dtype), v)
-    inside = live[:, None] & (d < D)
-    if SPLITS == 1:
-        tl.store(out_ptr + place[:, None] * D + d, acc / total[:, None], mask=inside)
-    else:
-        tl.store(out_ptr + (place * SPLITS + split)[:, None] * D + d, acc, mask=inside)
-        tl.store(most_ptr + place * SPLITS + split, most, mask=live)
-        tl.store(total_ptr + place * SPLITS + split, total, mask=live)
-
-
-@triton.jit
-def _attend_kernel(
-    qkv_ptr, k_ptr, v_ptr, positions_ptr, cos_ptr, sin_ptr, q_norm_ptr, k_norm_ptr,  # inputs; the caches are written too
-    out_ptr, most_ptr, total_ptr,  # outputs: the rows, or with SPLITS > 1 each span's sums and their weights
-    stride_qb, stride_qt, stride_kb, stride_kh, stride_ks, stride_vb, stride_vh, stride_vs,
-    S, window, scale, eps,
-    T: tl.constexpr, H: tl.constexpr, KV: tl.constexpr, D: tl.constexpr, SPLITS: tl.constexpr,
-    BLOCK_R: tl.constexpr, BLOCK_D: tl.constexpr, SPAN: tl.constexpr, CHAINED: tl.constexpr,
-):
-    """Attention of T new tokens of one sequence, all query heads of one key head, over every P-th SPAN keys.  One program of P.
-
-    Fuses   QK norm, RoPE and the write of the new keys and values. In a chain the first span's old ones are on their way before
-            qkv is there; the next span's while one is worked on. Row r of the tile is token r // G of head r % G.
-    Moves   its spans' keys and values in, qkv in; T keys and values out, and a row a head, or with SPLITS > 1 fp32 sums a span.
-    Rounds  q and the new keys to the storage dtype once, after norm and rotation; scores, weights and sums in fp32, the weights
-            to the storage dtype as operand of the second product; the row once.
-    """
-    begin(CHAINED)
-    first, h, b = tl.program_id(0), tl.program_id(1).to(tl.int64), tl.program_id(2).to(tl.int64)
-    position, P = tl.load(positions_ptr + b).to(tl.int64), tl.num_programs(0)
-    spans = tl.minimum(tl.cdiv(position + T, SPAN), SPLITS).to(tl.int32)
-    if first >= spans:
-        return
-    dtype: tl.constexpr = k_ptr.dtype.element_ty
-    k_ptr += b * stride_kb + h * stride_kh
-    v_ptr += b * stride_vb + h * stride_vh
-    j = first * SPAN + tl.arange(0, SPAN)
-    kx, ky, v = keys_of(k_ptr, v_ptr, j, stride_ks, stride_vs, position, S, window, D, BLOCK_D)
-    d, half = tl.arange(0, BLOCK_D)[None, :], tl.arange(0, BLOCK_D // 2)[None, :]
-    G: tl.constexpr = H // KV
-    r = tl.arange(0, BLOCK_R)
-    live, at = r // G < T, position + r // G
-    place = (b * T + r // G) * H + h * G + r % G
-    H2: tl.constexpr = BLOCK_D // 2
-    one, known = tl.arange(0, 1), (live & (at < S))[:, None]
-    HAS_NORM: tl.constexpr = q_norm_ptr is not None
-    c = tl.load(cos_ptr + at[:, None] * (D // 2) + half, mask=known & (half < D // 2), other=0.0).to(tl.float32)
-    s = tl.load(sin_ptr + at[:, None] * (D // 2) + half, mask=known & (half < D // 2), other=0.0).to(tl.float32)
-    qwx, qwy, kwx, kwy = c, c, c, c
-    if q_norm_ptr is not None:
-        qwx, qwy = halves(q_norm_ptr + one, one == 0, D, H2)
-        kwx, kwy = halves(k_norm_ptr + one, one == 0, D, H2)
-    qkv_ptr += b * stride_qb
-    ready(CHAINED)
-
-    x, y = halves(qkv_ptr + (r // G) * stride_qt + (h * G + r % G) * D, live, D, H2)
-    new_x, new_y = halves(qkv_ptr + (H + h) * D + one, one == 0, D, H2)
-    new_v = tl.load(qkv_ptr + (H + KV + h) * D + d, mask=d < D, other=0.0)
-    qx, qy = rotated(x, y, c, s, qwx, qwy, eps, D, HAS_NORM)
-    qx, qy = qx.to(dtype), qy.to(dtype)
-    for split in range(first, spans, P):
-        j = split * SPAN + tl.arange(0, SPAN)
-        if (split + 1) * SPAN > position:
-            for t in tl.static_range(T):
-                new = position + t + one
-                if t > 0:
-                    new_x, new_y = halves(qkv_ptr + t * stride_qt + (H + h) * D + one, one == 0, D, H2)
-                    new_v = tl.load(qkv_ptr + t * stride_qt + (H + KV + h) * D + d, mask=d < D, other=0.0)
-                there = (new < S)[:, None] & (half < D // 2)
-                new_c = tl.load(cos_ptr + new[:, None] * (D // 2) + half, mask=there, other=0.0).to(tl.float32)
-                new_s = tl.load(sin_ptr + new[:, None] * (D // 2) + half, mask=there, other=0.0).to(tl.float32)
-                kx_t, ky_t = rotated(new_x, new_y, new_c, new_s, kwx, kwy, eps, D, HAS_NORM)
-                kx_t, ky_t, v_t = kx_t.to(dtype), ky_t.to(dtype), new_v.to(dtype)
-                its, here = (j == position + t)[:, None], ((new // SPAN == split) & (new < S))[:, None]
-                kx, ky, v = tl.where(its, kx_t, kx), tl.where(its, ky_t, ky), tl.where(its, v_t, v)
-                tl.store(k_ptr + new[:, None] * stride_ks + half, kx_t, mask=(half < D // 2) & here)
-                tl.store(k_ptr + new[:, None] * stride_ks + D // 2 + half, ky_t, mask=(half < D // 2) & here)
-                tl.store(v_ptr + new[:, None] * stride_vs + d, v_t, mask=(d < D) & here)
-        after = (split + P) * SPAN + tl.arange(0, SPAN)
-        next_kx, next_ky, next_v = keys_of(k_ptr, v_ptr, after, stride_ks, stride_vs, position, S, window, D, BLOCK_D)
-        attended(
-            qx, qy, kx, ky, v, j, at, live, place, split, out_ptr, most_ptr, total_ptr, window, scale, D, BLOCK_D, SPLITS,
-        )
-        kx, ky, v = next_kx, next_ky, next_v
-
-
-@triton.jit
-def _join_kernel(
-    acc_ptr, most_ptr, total_ptr, positions_ptr,  # inputs
-    out_ptr,  # output
-    T: tl.constexpr, H: tl.constexpr, D: tl.constexpr, SPLITS: tl.constexpr,
-    BLOCK_D: tl.constexpr, SPAN: tl.constexpr, GATHER: tl.constexpr, CHAINED: tl.constexpr,
-):
-    """out = sum of the spans' sums, each weighted by its share, over their total.  One program, one head of one token.
-
-    Moves   D sums and two weights for each span that has keys in; one row out.
-    Rounds  once, at the store; spans are joined in order, GATHER at a time.
-    """
-    begin(CHAINED)
-    row = tl.program_id(0).to(tl.int64)
-    position = tl.load(positions_ptr + row // H // T).to(tl.int64)
-    spans = tl.minimum(tl.cdiv(position + T, SPAN), SPLITS)
-    d = tl.arange(0, BLOCK_D)
-    most = tl.full((1,), float("-inf"), tl.float32)
-    total = tl.zeros((1,), tl.float32)
-    acc = tl.zeros((1, BLOCK_D), tl.float32)
-    ready(CHAINED)
-    for first in range(0, spans, GATHER):
-        i = first + tl.arange(0, GATHER)
-        at = row * SPLITS + i
-        m = tl.load(most_ptr + at, mask=i < spans, other=float("-inf"))
-        n = tl.load(total_ptr + at, mask=i < spans, other=0.0)
-        a = tl.load(acc_ptr + at[:, None] * D + d[None, :], mask=(i < spans)[:, None] & (d < D)[None, :], other=0.0)
-        higher = tl.maximum(most, tl.max(m, axis=0))
-        safe = tl.where(higher == float("-inf"), 0.0, higher)
-        share = tl.exp2(m - safe)
-        shrink = tl.exp2(most - safe)
-        total = total * shrink + tl.sum(n * share, axis=0)
-        acc = acc * shrink[:, None] + tl.sum(a * share[:, None], axis=0)[None, :]
-        most = higher
-    tl.store(out_ptr + row * D + d[None, :], acc / total[:, None], mask=(d < D)[None, :])
+def plan(B: int, T: int, context: int, alone: bool, wide: bool) -> dict:
+    """How a program takes its chunk: all of it at once, or span by span in a loop of so many stages."""
+    if alone and T == 1:
+        return dict(ALONE=True, STAGES=1, num_warps=8)
+    return dict(ALONE=False, STAGES=1 if T > 1 else 2 if B > MANY else 3 if context > LONG else 1, num_warps=8 if wide else 4)
 
 
 def launch(qkv, k_cache, v_cache, positions, cos, sin, q_norm, k_norm, window, context, eps):
@@ -278,20 +121,25 @@ def launch(qkv, k_cache, v_cache, positions, cos, sin, q_norm, k_norm, window, c
     out = torch.empty(B, T, H * D, dtype=qkv.dtype, device=qkv.device)
     if not out.numel():
         return out
-    splits = triton.cdiv(context or S, SPAN)
+    context = context or S
+    chunks = max(1, PROGRAMS * machine.sm_count() // (KV * (B if B > MANY else 1)))
+    spans = triton.cdiv(context, SPAN)
+    whole, wide = WHOLE if B > FEW else 1, qkv.dtype == torch.float32
+    splits = 1 if spans <= whole else min(chunks, spans)
     acc, most, total = out, out, out
     if splits > 1:
         acc = torch.empty(B * T * H, splits, D, dtype=torch.float32, device=qkv.device)
         most, total = (torch.empty(B * T * H, splits, dtype=torch.float32, device=qkv.device) for _ in range(2))
-    how = dict(T=T, H=H, D=D, SPLITS=splits, BLOCK_D=max(32, triton.next_power_of_2(D)), SPAN=SPAN) | chain()
-    programs = min(splits, max(1, PROGRAMS * machine.sm_count() // (KV * B)))
-    _attend_kernel[(programs, KV, B)](
+    how = dict(T=T, H=H, D=D, SPLITS=splits, CHUNKS=chunks, BLOCK_D=max(32, triton.next_power_of_2(D)), SPAN=SPAN, WHOLE=whole)
+    how |= chain()
+    _attend_kernel[(splits, KV, B)](
         qkv, k_cache, v_cache, positions, cos, sin, q_norm, k_norm, acc, most, total,
-        *qkv.stride()[:2], *k_cache.stride()[:3], *v_cache.stride()[:3], S, window, LOG2E * D**-0.5, eps,
-        KV=KV, BLOCK_R=max(16, triton.next_power_of_2(MOST * H // KV)), num_warps=4, **how,
+        *qkv.stride()[:2], *k_cache.stride()[:3], *v_cache.stride()[:3], S, context, window or None, LOG2E * D**-0.5, eps,
+        KV=KV, BLOCK_R=max(16, triton.next_power_of_2(MOST * H // KV)),
+        **plan(B, T, context, splits == 1 and FEW < B <= MANY and not wide, wide), **how,
     )
     if splits > 1:
-        _join_kernel[(B * T * H,)](acc, most, total, positions, out, GATHER=GATHER, num_warps=4, **how)
+        _join_kernel[(B * T * H,)](acc, most, total, positions, out, context, GATHER=GATHER, num_warps=4, **how)
     return out
 
 

@@ -9,6 +9,7 @@ from whet.library import Forward
 from whet.op import Cost, Impl, Op, error, lay, layout_of, nbytes
 from whet.ops._chain import begin, chain, ready
 from whet.ops._gemv import (
+    BY_BITS,
     PRODUCT_LIMITS,
     Rows,
     check_product,
@@ -24,7 +25,7 @@ from whet.ops._gemv import (
 )
 from whet.ops._weights import dense, quant_of, random_weight
 
-ROWS, MORE, CHUNK = "32w8", "16w4", 1024  # rows of w a program for one row of x and for more; results looked at together
+ROWS, MORE, CHUNK = "16w4", "16w4", 1024  # rows of w a program for one row of x and for more; results looked at together
 
 
 def reference(x, norm, w, scale=None, eps=1e-6):
@@ -89,16 +90,17 @@ def _head_kernel(
     n = pid.to(tl.int64) * (WARPS * TURNS) + tl.arange(0, WARPS)
     w = held(w_ptr, n, N, stride_wn, KS, TURNS)
     scale = scales(scale_ptr, n, N, stride_sn, KS, TURNS, QUANT, GROUP)
+    ROUGH: tl.constexpr = BY_BITS and x_ptr.dtype.element_ty != tl.float32
     ready(CHAINED)
 
     for m in tl.static_range(M):
         x, squares = normed(row_of(x_ptr + m * stride_xm, n, KS, QUANT), row_of(norm_ptr, n, KS, QUANT))
         rstd = 1.0 / tl.sqrt_rn(squares / K + eps)
-        value, token = product(w, scale, x, 0, KS, QUANT, GROUP) * rstd, n
+        value, token = product(w, scale, x, 0, KS, QUANT, GROUP, ROUGH) * rstd, n
         value = tl.where(n < N, value, float("-inf"))
         for turn in tl.static_range(1, TURNS):
             row = n + turn * WARPS
-            logit = tl.where(row < N, product(w, scale, x, turn, KS, QUANT, GROUP) * rstd, float("-inf"))
+            logit = tl.where(row < N, product(w, scale, x, turn, KS, QUANT, GROUP, ROUGH) * rstd, float("-inf"))
             value, token = _better(value, token, logit, row)
         best, at = tl.reduce((value, token), 0, _better)
         tl.store(value_ptr + m * programs + pid, best)
@@ -153,7 +155,7 @@ def launch(x, norm, w, scale, eps, tile):
         return torch.empty(0, dtype=torch.int64, device=x.device), torch.empty(0, dtype=torch.float32, device=x.device)
     if few() < M:
         return chosen(multiply(x, norm, w, scale, None, None, eps, out=torch.float32), None)
-    cut = Rows.parse(tile or (ROWS if M == 1 else MORE))
+    cut = Rows.parse(tile or ("32w4" if M == 1 and quant_of(w) == "int4" else ROWS if M == 1 else MORE))
     P = triton.cdiv(N, cut.BLOCK_N)
     value = torch.empty(M, P, dtype=torch.float32, device=x.device)
     token = torch.empty(M, P, dtype=torch.int64, device=x.device)

@@ -7,7 +7,7 @@ import triton.language as tl
 
 from whet.library import Fused
 from whet.op import Cost, Impl, Op, error, floating, lay, layout_of, nbytes, rows, same_device
-from whet.ops._rows import KERNEL_DTYPES, ROW_LIMITS, bwd_tile, column_sum, programs, row_refused, tile, unit_rows
+from whet.ops._rows import KERNEL_DTYPES, ROW_LIMITS, bwd_tile, cdiv, column_sum, programs, row_refused, tile, unit_rows
 
 
 def reference(x, w, eps=1e-6):
@@ -118,7 +118,7 @@ def forward(x, w, eps):
     rstd = torch.empty(M, dtype=torch.float32, device=x.device)
     if y.numel():
         BLOCK_M, BLOCK_N, warps = tile(N)
-        _rms_norm_kernel[(triton.cdiv(M, BLOCK_M),)](
+        _rms_norm_kernel[(cdiv(M, BLOCK_M),)](
             flat, w, y, rstd, flat.stride(0), N, M, N, eps, BLOCK_M=BLOCK_M, BLOCK_N=BLOCK_N, num_warps=warps
         )
     return y, rstd
@@ -133,7 +133,7 @@ def backward(dy, x, w, rstd):
         return dx, dw.zero_()
     # 24 warps an SM, not the 16 of the norms that carry more registers: enough loads in flight to cover their latency.
     BLOCK_M, BLOCK_N, warps, per_sm = bwd_tile(N, warps_per_sm=24)
-    G = programs(triton.cdiv(M, BLOCK_M), per_sm)
+    G = programs(cdiv(M, BLOCK_M), per_sm)
     partial = torch.empty(G, N, dtype=torch.float32, device=x.device)
     _rms_norm_bwd_kernel[(G,)](
         dy, flat, w, rstd, dx, partial, dy.stride(0), flat.stride(0), N, M, N,

@@ -6,7 +6,7 @@ import triton.language as tl
 
 from whet.library import Fused
 from whet.op import Cost, Impl, Op, error, floating, nbytes, same_device
-from whet.ops._rows import KERNEL_DTYPES
+from whet.ops._rows import KERNEL_DTYPES, cdiv, power_of_two
 
 MAX_D = 1024  # one program holds whole heads in registers
 
@@ -238,9 +238,9 @@ def dense_like(x):
 
 def config(Hq, Hk, R, D):
     """The constexprs of a launch."""
-    BLOCK_C, BLOCK_TAIL = triton.next_power_of_2(R // 2), triton.next_power_of_2(D - R) if D > R else 0
+    BLOCK_C, BLOCK_TAIL = power_of_two(R // 2), power_of_two(D - R) if D > R else 0
     ROWS = min(128, max(1, 2048 // max(BLOCK_C, BLOCK_TAIL // 2)))
-    BLOCK_HQ, BLOCK_HK = (min(triton.next_power_of_2(H), 16, ROWS) for H in (Hq, Hk))
+    BLOCK_HQ, BLOCK_HK = (min(power_of_two(H), 16, ROWS) for H in (Hq, Hk))
     return dict(
         Hq=Hq, Hk=Hk, HALF=R // 2, TAIL=D - R, BLOCK_HQ=BLOCK_HQ, BLOCK_HK=BLOCK_HK, ROWS=ROWS, BLOCK_C=BLOCK_C,
         BLOCK_TAIL=BLOCK_TAIL,
@@ -256,8 +256,8 @@ def launch(q, k, cos, sin, rows, offset, interleaved, q_out, k_out, sign):
     B, Hq, S, D = q_out.shape
     Hk = k_out.shape[1]
     c = config(Hq, Hk, 2 * cos.shape[1], D)
-    programs_q = 0 if q is None else B * triton.cdiv(Hq, c["BLOCK_HQ"]) * triton.cdiv(S, c["ROWS"] // c["BLOCK_HQ"])
-    programs_k = 0 if k is None else B * triton.cdiv(Hk, c["BLOCK_HK"]) * triton.cdiv(S, c["ROWS"] // c["BLOCK_HK"])
+    programs_q = 0 if q is None else B * cdiv(Hq, c["BLOCK_HQ"]) * cdiv(S, c["ROWS"] // c["BLOCK_HQ"])
+    programs_k = 0 if k is None else B * cdiv(Hk, c["BLOCK_HK"]) * cdiv(S, c["ROWS"] // c["BLOCK_HK"])
     if programs_q + programs_k:
         q, k = unit(k_out if q is None else q), unit(q_out if k is None else k)
         cos, sin = unit(cos), unit(sin)

@@ -7,7 +7,7 @@ import triton.language as tl
 
 from whet.library import Fused
 from whet.op import Cost, Impl, Op, error, floating, lay, layout_of, nbytes, rows, same_device
-from whet.ops._rows import KERNEL_DTYPES, unit_rows
+from whet.ops._rows import KERNEL_DTYPES, cdiv, unit_rows
 
 TILE, WARPS = 1024, 4  # 8 elements a thread of every tensor: one 16-byte load each of bf16
 
@@ -112,7 +112,7 @@ def _swiglu_bwd_kernel(
 def cut(N: int) -> tuple[int, int]:
     """BLOCK_M, BLOCK_N of TILE elements: the longest stretch of a row that leaves at most one lane in sixteen idle."""
     BLOCK_N = TILE
-    while BLOCK_N > 64 and 16 * (triton.cdiv(N, BLOCK_N) * BLOCK_N - N) > N:
+    while BLOCK_N > 64 and 16 * (cdiv(N, BLOCK_N) * BLOCK_N - N) > N:
         BLOCK_N //= 2
     return TILE // BLOCK_N, BLOCK_N
 
@@ -133,7 +133,7 @@ def halves(packed):
 def launch(kernel, *tensors):
     M, N = tensors[0].shape
     BLOCK_M, BLOCK_N = cut(N)
-    grid = (triton.cdiv(M, BLOCK_M) * triton.cdiv(N, BLOCK_N),)
+    grid = (cdiv(M, BLOCK_M) * cdiv(N, BLOCK_N),)
     kernel[grid](*tensors, *(t.stride(0) for t in tensors), M, N, BLOCK_M=BLOCK_M, BLOCK_N=BLOCK_N, num_warps=WARPS)
 
 

@@ -10,6 +10,7 @@ import triton.language as tl
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from whet import machine
+from whet.ops._rows import power_of_two
 
 INTERPRETED = tl.constexpr(triton.knobs.runtime.interpret)
 # fp32 operands as three TF32 products, 22 of 24 bits: without tensor cores a tile of them does not fit the registers.
@@ -94,7 +95,7 @@ def edges(first, last, L, left, right, BLOCK: tl.constexpr, HAS_LEFT: tl.constex
 
 
 def block_d(D: int) -> int:
-    return max(16, triton.next_power_of_2(D))
+    return max(16, power_of_two(D))
 
 
 @triton.jit
@@ -137,11 +138,16 @@ def view(x: torch.Tensor, rows: int) -> TensorDescriptor | tuple:
 
 
 def described(x: torch.Tensor, rows: int) -> TensorDescriptor:
+    return TensorDescriptor(x, *blocks_of(x, rows))
+
+
+def blocks_of(x: torch.Tensor, rows: int) -> tuple[list[int], list[int], list[int]]:
+    """Shape, strides and block of a descriptor."""
     shape, strides = list(x.shape), list(x.stride())
     for d in range(3):
         if shape[d] == 1:
             strides[d] = ALIGN  # of no consequence, but it must be aligned
-    return TensorDescriptor(x, shape, strides, [1, 1, rows, block_d(shape[3])])
+    return shape, strides, [1, 1, rows, block_d(shape[3])]
 
 
 def takes(x: torch.Tensor) -> bool:

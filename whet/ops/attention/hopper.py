@@ -3,6 +3,8 @@
 Plain Triton waits for a product where it is issued; here each wait names how many may still be running.
 """
 
+import functools
+
 import torch
 import triton
 from triton.experimental import gluon
@@ -17,7 +19,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
-from whet.ops.attention.common import LOG2E, Tile, described, limits
+from whet.ops.attention.common import LOG2E, Tile, blocks_of, limits
 
 
 @gluon.jit
@@ -295,10 +297,13 @@ def _dkdv_hopper_kernel(
 
 def shared(x, rows: int) -> TensorDescriptor:
     """As `described`, with the layout that the tile takes in shared memory."""
-    d = described(x, rows)
-    dtype = gl.bfloat16 if x.dtype == torch.bfloat16 else gl.float16
-    layout = gl.NVMMASharedLayout.get_default_for(d.block_shape, dtype)
-    return TensorDescriptor(d.base, d.shape, d.strides, d.block_shape, layout)
+    shape, strides, block = blocks_of(x, rows)
+    return TensorDescriptor(x, shape, strides, block, shared_layout(tuple(block), x.dtype))
+
+
+@functools.cache
+def shared_layout(block: tuple[int, ...], dtype: torch.dtype) -> gl.NVMMASharedLayout:
+    return gl.NVMMASharedLayout.get_default_for(list(block), gl.bfloat16 if dtype == torch.bfloat16 else gl.float16)
 
 
 def _sizes(tile: Tile, BLOCK_D: int) -> dict:

@@ -5,7 +5,6 @@ softmax is hidden behind the other's products. A ring of tiles has two barriers 
 and empty, at which both warpgroups arrive.
 """
 
-import triton
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import (
@@ -17,6 +16,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 
 from whet import machine
+from whet.ops._rows import cdiv
 from whet.ops.attention.common import Tile, limits
 from whet.ops.attention.hopper import shared
 
@@ -288,7 +288,7 @@ def forward_hopper(o, lse, q, k, v, rate, offset, left, right, tile: Tile):
     if (tile.M, tile.warps) != (2 * ROWS, 8):
         raise ValueError(f"attention[triton]: a forward tile in Gluon must be of 128 queries and 8 warps, got {tile}")
     d = [shared(x, rows) for x, rows in ((q, ROWS), (k, tile.N), (v, tile.N), (o, ROWS))]
-    items = B * H * triton.cdiv(Lq, tile.M)
+    items = B * H * cdiv(Lq, tile.M)
     section = min(B * H, H // Hkv * max(1, L2_SHARE // (2 * Lk * D * k.element_size())))
     _forward_hopper_kernel[(min(items, machine.sm_count()),)](
         *d, lse, B, H, H // Hkv, section, Lq, Lk, rate, offset, **limits(left, right),

@@ -1,5 +1,6 @@
 """attention's kernels as torch.library ops, which tile serves which inputs, and what the impls refuse."""
 
+import functools
 import re
 
 import torch
@@ -68,13 +69,18 @@ def tiles_of(q, tile: str) -> tuple[Tile, Tile, Tile]:
 
     A forward in Gluon asked for where there is none is the default's.
     """
-    parts = (tile or table(q)[0]).split("/")
-    if len(parts) != 3:
-        raise ValueError(f"attention: tile must be forward/dq/dkdv, such as {HOPPER[64][0]}, got {tile!r}")
-    forward_tile, dq, dkdv = map(Tile.read, parts)
+    forward_tile, dq, dkdv = read_tiles(tile or table(q)[0])
     if forward_tile.gluon and not table(q)[0].startswith("g"):
         forward_tile = tiles_of(q, "")[0]
     return forward_tile, dq, dkdv
+
+
+@functools.cache
+def read_tiles(text: str) -> tuple[Tile, Tile, Tile]:
+    parts = text.split("/")
+    if len(parts) != 3:
+        raise ValueError(f"attention: tile must be forward/dq/dkdv, such as {HOPPER[64][0]}, got {text!r}")
+    return Tile.read(parts[0]), Tile.read(parts[1]), Tile.read(parts[2])
 
 
 def fits_one_tile(q, k) -> bool:
