@@ -109,7 +109,7 @@ def test_of_inference_what_a_decoder_launches_is_compiled_and_each_kernel_once_i
     (tmp_path / "decoding.py").write_text(DECODING)
     found = json.loads(child(str(tmp_path / "decoding.py")).stdout.splitlines()[-1])
     own = {kernel for _, kernel, *_ in found}
-    assert len(found) < 80, "compiling is most of what they cost"
+    assert len(found) < 100, "compiling is most of what they cost"
     for target in TARGETS:
         assert {kernel for _, kernel, _, _, t, _ in found if t == target} == own
         assert all(options["CHAINED"] == (target in ("sm_90", "sm_100")) for *_, t, options in found if t == target)

@@ -11,7 +11,7 @@ import torch
 from rich.console import Console
 from test_cli import example, invoke, said
 
-from whet.decode import agree, bench, contender, evidence, rivals
+from whet.decode import agree, bench, contender, evidence, prepare, rivals
 from whet.decode.quantize import quantize
 from whet.models.qwen3 import Config, random_weights
 from whet.report import decode as tables
@@ -67,6 +67,18 @@ def test_every_rival_computes_the_model_of_every_family(family, rival, device, u
     before = system.chain(3)
     system.run(3)
     assert torch.equal(system.chain(3), before), "rewind gives the same tokens again"
+
+
+def test_a_rival_takes_attention_that_lies_as_on_a_gpu(uncompiled, monkeypatch):
+    """There the rows of all heads of one token may lie together, and a result cannot be viewed in another shape."""
+    attention = rivals.F.scaled_dot_product_attention
+
+    def lies_otherwise(*args, **kwargs):
+        return attention(*args, **kwargs).transpose(1, 2).contiguous().transpose(1, 2)
+
+    monkeypatch.setattr(rivals.F, "scaled_dot_product_attention", lies_otherwise)
+    model = made()
+    assert truth_of(model).judge(rivals.GptFast(model, 2, 24)).ok
 
 
 def test_a_window_is_kept_by_hand_and_refused_where_it_cannot_be_rewound(uncompiled):
@@ -141,6 +153,8 @@ def test_bytes_are_the_weights_once_and_each_rows_cache(few):
     assert sizes["", 3] - sizes["", 1] == 2 * cache == sizes["int8", 3] - sizes["int8", 1]
     assert 3.5 < (sizes["", 1] - cache) / (sizes["int8", 1] - cache) < 4
     assert all(r["ok"] for r in found)
+    plain = {r["batch"]: r["ms"] for r in found if not r["quant"]}
+    assert all(r["speedup"] == pytest.approx(plain[r["batch"]] / r["ms"], rel=1e-2) for r in found if r["quant"])
 
 
 class Absent(contender.Contender):
@@ -168,6 +182,46 @@ def test_one_that_fails_while_it_is_timed_costs_itself_only(few, monkeypatch):
     monkeypatch.setattr(rivals, "RIVALS", {"breaks": Breaks})
     rows = {r["system"]: r for r in benched("--rivals", "all")["measured"]["rows"]}
     assert rows["breaks"]["why"] == "RuntimeError: lost" and not rows["breaks"]["ok"] and rows["whet graph"]["ms"]
+
+
+def test_rivals_are_timed_at_the_points_asked_for(few, monkeypatch):
+    monkeypatch.setattr(rivals, "RIVALS", {"right": contender.Graph})
+    options = "--context 8,16,24 --batch 1,2,3 --rivals right --rival-context 16,24 --rival-batch 2,3"
+    kept = benched(*options.split())
+    found = [(r["batch"], r["context"]) for r in kept["measured"]["rows"] if r["system"] == "right"]
+    assert found == [(2, 16), (2, 24), (3, 16)] and options in kept["command"]
+    assert set(kept["measured"]["took_s"]) == {"whet", "prefill", "rivals"}
+    result = invoke("bench", "decode", "--context", "8", "--rivals", "right", "--rival-context", "9")
+    assert result.exit_code == 2 and said(result) == ["whet: bench decode: rival context 9 must be one of --context, got [8]"]
+
+
+def test_what_is_compiled_beforehand(monkeypatch):
+    """Products for each kind of weights and batch, attention for each context; rivals that do not measure on the way."""
+    monkeypatch.setattr(bench, "OURS", {"whet graph": contender.Graph, "whet kernel": contender.Graph})
+    asked = bench.Asked(
+        contexts=[128, 4096], batches=[1, 8], quants=["int8"], rivals=["transformers", "gpt-fast", "gpt-fast-tuned"],
+    )
+    ours = [(j.quant, j.batch, *j.contexts) for j in asked.jobs(3000) if j.system == "whet graph"]
+    shortest = bench.FIRST
+    assert ours == [
+        ("", 1, 2048), ("", 1, 128), ("", 1, shortest), ("", 8, shortest), ("int8", 1, shortest), ("int8", 8, shortest),
+    ]
+    others = [(j.system, j.batch, *j.contexts) for j in asked.jobs(3000) if j.system != "whet graph"]
+    assert others == [("gpt-fast", 1, 128), ("gpt-fast", 1, 4096), ("gpt-fast", 8, 128), ("whet kernel", 1, shortest)]
+
+
+def test_processes_compile_side_by_side_and_a_failure_is_told():
+    model = made(replace(FAMILIES["llama"], hidden=64))
+    jobs = [prepare.Job("whet graph", quant, 2, (5,), 3) for quant in ("int8", "int3")]
+    found = prepare.prepare(model, jobs, lambda *_: None)
+    (failed,) = found["failed"]
+    assert found["jobs"] == 2 and failed["quant"] == "int3" and "int3" in failed["why"]
+
+
+def test_a_slow_system_is_timed_over_fewer_tokens(few, monkeypatch):
+    monkeypatch.setattr(bench, "LONG_MS", 0.0)
+    (row,) = benched("--tokens", "16", "--skip-rivals")["measured"]["rows"]
+    assert row["tokens"] == 4 and row["tokens_per_s"] == pytest.approx(1e3 / row["ms"], rel=1e-3)
 
 
 def test_a_stopped_bench_keeps_what_was_measured(few, monkeypatch):

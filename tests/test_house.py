@@ -13,7 +13,7 @@ ORDER = [
     "machine", "library", "op", "lock", "choices", "ops", "ahead", "verify", "measure", "counters", "worker", "tune", "models",
     "decode", "diagnose", "report", "optimize", "autoselect", "exercise", "terminal", "clinic", "talk", "cli",
 ]
-FILE_LINES, FUNCTION_LINES, PACKAGE_LINES = 400, 50, 21000
+FILE_LINES, FUNCTION_LINES, PACKAGE_LINES = 400, 50, 23000
 
 
 def tracked() -> list[Path]:

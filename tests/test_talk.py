@@ -17,6 +17,7 @@ from whet.decode import rivals
 from whet.decode.engine import LLM, Numbers
 from whet.decode.load import open_model
 from whet.decode.request import Completion
+from whet.diagnose import decode as decoding
 from whet.report import decode as tables
 from whet.report import findings
 
@@ -225,6 +226,15 @@ def test_profile_sets_the_decode_ops_beside_the_plain_formulas():
     screen = io.StringIO()
     findings.show_profile(Console(file=screen, width=160), found)
     assert "before: plain formulas" in screen.getvalue() and "after: decode ops" in screen.getvalue()
+
+
+def test_a_kernel_that_starts_early_is_not_charged_with_its_wait():
+    ms = 10**6
+    chained = [(0, 10 * ms, "_few_kernel"), (2 * ms, 9 * ms, "_attend_kernel"), (3 * ms, 2 * ms, "_join_kernel")]
+    own = decoding.own_time([*chained, (20 * ms, ms, "copy")])
+    assert own == [("_few_kernel", 10.0), ("_attend_kernel", 1.0), ("_join_kernel", 0.0), ("copy", 1.0)]
+    shares = {p["part"]: p["share"] for p in decoding.parts(own)}
+    assert shares["norm, qkv"] == pytest.approx(10 / 12) and sum(shares.values()) == pytest.approx(1)
 
 
 def test_the_process_knows_its_age():

@@ -32,6 +32,7 @@ TopP = Annotated[float, option("Draw among the likeliest tokens that reach this 
 Seed = Annotated[int, option("The same seed draws the same text (default 0).", show_default=False)]
 Quant = Annotated[str | None, option("int8, int4 or fp8: weights made smaller at load (default: as they are).")]
 Speculate = Annotated[str | None, option("ngram: guess from the text so far; the tokens stay the same (default: off).")]
+How = Annotated[str, option("auto, graph or persistent: how greedy tokens are decoded (default auto).", "--path")]
 RandomWeights = Annotated[str | None, option("qwen3:0.6b, say, in place of MODEL (default: none).")]
 Chat = Annotated[bool | None, option("By the model's chat template or not (default: if it has one).", "--chat/--raw")]
 IgnoreEos = Annotated[bool, option("Go on past the model's end tokens (default off).", "--ignore-eos")]
@@ -45,7 +46,10 @@ Rivals = Annotated[str | None, option(
     "transformers, transformers-static, gpt-fast, gpt-fast-tuned, all or none (default all; on a CPU transformers)."
 )]
 SkipRivals = Annotated[bool, option("The same as --rivals none (default off).", "--skip-rivals")]
-RivalSeconds = Annotated[float, option("No rival is begun after this many seconds; compiling one takes minutes.", min=0.0)]
+Cross = Annotated[bool, option("Contexts at the first batch, batches at the first context (default all at all).", "--cross")]
+RivalContext = Annotated[str | None, option("Those of --context that rivals are timed at, with the first batch (default all).")]
+RivalBatch = Annotated[str | None, option("Those of --batch that rivals are timed at, with the first context (default all).")]
+RivalSeconds = Annotated[float, option("No rival is begun after this many seconds; a point takes half a minute.", min=0.0)]
 Quality = Annotated[bool, option("Perplexity, KL and top-1 of each quant too (default off).", "--quality")]
 Start = Annotated[bool, option("Time fresh processes to their first token.", "--start/--no-start")]
 Tokens = Annotated[int, option("Tokens in a timed run.")]
@@ -138,8 +142,9 @@ class Telling:
 
 def generate(
     words: Words = None, max_new_tokens: MaxNew = 256, temperature: Temperature = 0.0, top_k: TopK = 0, top_p: TopP = 1.0,
-    seed: Seed = 0, quant: Quant = None, speculate: Speculate = None, random_weights: RandomWeights = None, chat: Chat = None,
-    ignore_eos: IgnoreEos = False, device: Device = "auto", as_json: Json = False,
+    seed: Seed = 0, quant: Quant = None, speculate: Speculate = None, path: How = "auto",
+    random_weights: RandomWeights = None, chat: Chat = None, ignore_eos: IgnoreEos = False, device: Device = "auto",
+    as_json: Json = False,
 ):
     """Text from a prompt as it comes, then tokens/s, seconds to the first token, and the share of the bandwidth floor.
 
@@ -155,7 +160,8 @@ def generate(
         Options(**options)
         if speculate is not None and temperature > 0:
             raise ValueError(f"generate: --speculate needs temperature 0, got {temperature}; leave out --speculate")
-        llm = LLM(model, device=device, quant=quant, max_batch=1, speculate=speculate, random_weights=random_weights)
+        how: dict[str, Any] = dict(quant=quant, speculate=speculate, path=path, random_weights=random_weights)
+        llm = LLM(model, device=device, max_batch=1, **how)
         telling = Telling(began, measure.since_start() - began, not as_json)
         stream = llm.stream(asked_of(llm, prompt, chat), **options)
         if temperature == 0 and (top_k, top_p, seed) != (0, 1.0, 0):
@@ -203,10 +209,10 @@ def asked_for(model: str | None, context: str | None, batch: str | None, rivals:
 
 
 def bench_decode(
-    model: Model = None, context: Context = None, batch: Batch = None, quant: Quants = "", rivals: Rivals = None,
-    skip_rivals: SkipRivals = False, rival_seconds: RivalSeconds = 1200.0, quality: Quality = False, start: Start = True,
-    tokens: Tokens = 32, seconds: Seconds = 1.0, device: Device = "auto", records: Records = "records", name: Name = "",
-    as_json: Json = False,
+    model: Model = None, context: Context = None, batch: Batch = None, cross: Cross = False, quant: Quants = "",
+    rivals: Rivals = None, skip_rivals: SkipRivals = False, rival_context: RivalContext = None, rival_batch: RivalBatch = None,
+    rival_seconds: RivalSeconds = 1200.0, quality: Quality = False, start: Start = True, tokens: Tokens = 32,
+    seconds: Seconds = 1.0, device: Device = "auto", records: Records = "records", name: Name = "", as_json: Json = False,
 ):
     """Tokens/s, TB/s and share of the bandwidth floor of whet's decoder and its rivals: verified, then timed in turns.
 
@@ -218,7 +224,9 @@ def bench_decode(
             raise ValueError(f"bench decode: --skip-rivals and --rivals exclude each other, got both, --rivals {rivals}")
         asked = asked_for(
             model, context, batch, "none" if skip_rivals else rivals, device, quants=names(quant), tokens=tokens,
-            seconds=seconds, rival_seconds=rival_seconds, start=start, quality=quality,
+            seconds=seconds, rival_seconds=rival_seconds, start=start, quality=quality, cross=cross,
+            rival_contexts=numbers(rival_context, "rival-context") if rival_context else [],
+            rival_batches=numbers(rival_batch, "rival-batch") if rival_batch else [],
         )
         kept.name = name or " ".join(["decode", Path(asked.model).name, *asked.quants])
         kept.command = " ".join(["whet bench decode", *flags(asked)])
@@ -259,8 +267,10 @@ class Kept:
 def flags(asked: Any) -> list[str]:
     """The options that give the same run again."""
     lists = {"context": asked.contexts, "batch": asked.batches, "quant": asked.quants, "rivals": asked.rivals or ["none"]}
+    lists |= {"rival-context": asked.rival_contexts, "rival-batch": asked.rival_batches}
     given = [f"--{k} {','.join(map(str, v))}" for k, v in lists.items() if v]
-    switches = [*(["--quality"] if asked.quality else []), *([] if asked.start else ["--no-start"])]
+    given_or_not = {"--cross": asked.cross, "--quality": asked.quality, "--no-start": not asked.start}
+    switches = [name for name, given in given_or_not.items() if given]
     return [f"--model {asked.model}", *given, f"--tokens {asked.tokens} --seconds {asked.seconds:g}", *switches]
 
 

@@ -37,29 +37,26 @@ def by_formulas(model: Qwen3) -> Iterator[None]:
 
 
 class Prompt:
-    """A model that has read a prompt (1, C), for `rows` continuations of up to CHECKED tokens."""
+    """A model that has read a prompt (1, C), for continuations of up to CHECKED tokens, one row after another."""
 
     @torch.no_grad()
-    def __init__(self, model: Qwen3, prompt: torch.Tensor, rows: int):
+    def __init__(self, model: Qwen3, prompt: torch.Tensor):
         c, self.model, self.length = model.c, model, prompt.shape[1]
         where: dict[str, Any] = dict(device=model.embed.device, dtype=model.embed.dtype)
-        one = [torch.zeros(c.layers, 1, c.kv_heads, self.length, c.head_dim, **where) for _ in range(2)]
-        for start in range(0, self.length, CHUNK):
-            self.extend(prompt[:, start : start + CHUNK], one, start)
-        shape = (c.layers, rows, c.kv_heads, self.length + CHECKED, c.head_dim)
+        shape = (c.layers, 1, c.kv_heads, self.length + CHECKED, c.head_dim)
         self.cache = [torch.zeros(shape, **where) for _ in range(2)]
-        for held, t in zip(self.cache, one):
-            held[:, :, :, : self.length] = t
+        for start in range(0, self.length, CHUNK):
+            self.extend(prompt[:, start : start + CHUNK], start)
 
-    def extend(self, tokens, cache, start: int) -> torch.Tensor:
+    def extend(self, tokens, start: int) -> torch.Tensor:
         at = torch.full((tokens.shape[0],), start, dtype=torch.int64, device=tokens.device)
         with by_formulas(self.model), full_float32():
-            return self.model.extend(tokens, cache[0], cache[1], at, start=start)
+            return self.model.extend(tokens, self.cache[0], self.cache[1], at, start=start)
 
     @torch.no_grad()
     def logits(self, tokens: torch.Tensor) -> torch.Tensor:
         """(rows, T, V) of tokens (rows, T) behind the prompt."""
-        hidden = self.extend(tokens, self.cache, self.length)
+        hidden = torch.cat([self.extend(row, self.length) for row in tokens.split(1)])
         with by_formulas(self.model), full_float32():
             return self.model.logits(hidden)
 
@@ -74,9 +71,9 @@ class Truth:
         self.rows = sorted({0, batch // 2, batch - 1})[:MOST_ROWS]
         self.step = torch.finfo(model.embed.dtype).eps
         wider = torch.float64 if model.embed.dtype == torch.float32 else torch.float32
-        self.oracle = Prompt(widened(model, wider), prompt, len(self.rows))
+        self.oracle = Prompt(widened(model, wider), prompt)
         self.wanted = self.oracle.logits(forced[self.rows])
-        self.eager = Prompt(model, prompt, len(self.rows)).logits(forced[self.rows])
+        self.eager = Prompt(model, prompt).logits(forced[self.rows])
 
     def judge(self, contender: Contender) -> Verdict:
         """Its logits on the forced tokens, then the tokens it chooses after the first of them."""

@@ -5,6 +5,7 @@ each round; the host waits for none of them. The L2 cache is not flushed between
 times what the largest L2 holds, so nothing of the step before is left in it.
 """
 
+import contextlib
 import functools
 import gc
 from collections.abc import Callable, Iterator
@@ -15,7 +16,7 @@ from typing import Any
 import torch
 
 from whet import measure
-from whet.decode import evidence, rivals
+from whet.decode import evidence, prepare, quality, rivals
 from whet.decode.agree import CHECKED, Truth
 from whet.decode.cache import free_bytes
 from whet.decode.contender import OURS, Contender, Graph
@@ -25,7 +26,9 @@ from whet.decode.runner import RING
 from whet.models.qwen3 import Qwen3
 
 PREFILL = 2048  # tokens of the prompt whose reading is timed
+FIRST = len(evidence.PROMPT.split())  # tokens of the prompt that a fresh process is given
 LEAST = 9  # runs of each system, however slow the slowest is
+LONG_MS = 50.0  # a quarter of a run that takes longer is run enough: an eager system's token takes that of a hundred others
 Progress = Callable[[str, int, int], None]
 Keep = Callable[[dict], None]
 
@@ -39,8 +42,11 @@ class Asked:
     batches: list[int] = field(default_factory=lambda: [1, 8, 64])
     quants: list[str] = field(default_factory=list)
     rivals: list[str] = field(default_factory=list)
+    cross: bool = False  # every context at the first batch and every batch at the first context, instead of all at all
     tokens: int = 32  # a run
     seconds: float = 1.0  # of measuring for each system at each point
+    rival_contexts: list[int] = field(default_factory=list)  # those of the contexts that rivals are timed at; none: all
+    rival_batches: list[int] = field(default_factory=list)  # the same for batches
     rival_seconds: float = 1200.0  # after which no rival is begun
     start: bool = True  # time fresh processes to their first token
     quality: bool = False
@@ -52,6 +58,9 @@ class Asked:
         for name, values in (("context", self.contexts), ("batch", self.batches)):
             if not values or min(values) < 1:
                 raise ValueError(f"bench decode: {name} must be whole numbers from 1 on, got {values}")
+        for name, few, all_of in self.rival_lists():
+            if strange := [n for n in few if n not in all_of]:
+                raise ValueError(f"bench decode: rival {name} {strange[0]} must be one of --{name}, got {all_of}")
         if not 1 <= self.tokens <= RING:
             raise ValueError(f"bench decode: tokens must be from 1 to {RING}, got {self.tokens}")
 
@@ -62,12 +71,29 @@ class Asked:
 
     @property
     def points(self) -> list[tuple[int, int]]:
-        return [(batch, context) for batch in self.batches for context in self.contexts]
+        return crossed(self.batches, self.contexts) if self.cross else [(b, c) for b in self.batches for c in self.contexts]
+
+    def rival_lists(self) -> list[tuple[str, list[int], list[int]]]:
+        return [("context", self.rival_contexts, self.contexts), ("batch", self.rival_batches, self.batches)]
 
     @property
     def rival_points(self) -> list[tuple[int, int]]:
-        """Every context at the first batch, every batch at the first context: compiling a rival for one takes minutes."""
-        return [(b, c) for b, c in self.points if b == self.batches[0] or c == self.contexts[0]]
+        """Every context at the first batch, every batch at the first context: compiling a rival for one takes a minute."""
+        if not self.rivals:
+            return []
+        (_, few, contexts), (_, some, batches) = self.rival_lists()
+        return crossed(some or batches, few or contexts)
+
+    def jobs(self, longest: int) -> list[prepare.Job]:
+        """What is compiled before: for the points, the prefill, the quality's windows and a fresh process's prompt."""
+        contexts = {*self.contexts, PREFILL, *([quality.WINDOW] if self.quality else []), *([FIRST] if self.start else [])}
+        fit = sorted(c for c in contexts if c + self.ahead <= longest)
+        theirs = prepare.rival_jobs(self.rivals, self.rival_points, self.ahead)
+        return [*theirs, *prepare.jobs(list(OURS), self.quants, self.batches, fit, self.ahead)]
+
+
+def crossed(batches: list[int], contexts: list[int]) -> list[tuple[int, int]]:
+    return [(b, c) for b in batches for c in contexts if b == batches[0] or c == contexts[0]]
 
 
 def existing(name: str) -> Path | None:
@@ -117,6 +143,7 @@ class Bench:
         self.gpu, self.text = model.embed.device.type == "cuda", text
         self.roof, self.begun = measure.ceilings(), 0.0
         self.rows: dict[tuple, dict] = {}
+        self.took: dict[str, float] = {}
         random = existing(asked.model) is None
         self.measured: dict[str, Any] = {
             "model": asked.model if random else Path(asked.model).name, "weights": "random" if random else "real",
@@ -127,8 +154,17 @@ class Bench:
         }
 
     def save(self, **part) -> None:
-        self.measured |= part | {"rows": list(self.rows.values())}
+        self.measured |= part | {"rows": list(self.rows.values()), "took_s": self.took}
         self.keep(self.measured)
+
+    @contextlib.contextmanager
+    def stage(self, name: str) -> Iterator[None]:
+        """A part of the run, whose length is kept."""
+        begun = measure.now()
+        try:
+            yield
+        finally:
+            self.took[name] = round(measure.now() - begun, 1)
 
     def tokens(self, *shape: int) -> torch.Tensor:
         model = self.models[""]
@@ -138,39 +174,54 @@ class Bench:
     def run(self) -> dict:
         asked = self.asked
         self.save()
-        for quant in asked.quants:
-            self.progress(f"quantising to {quant}", 0, len(asked.points))
-            self.models[quant] = quantised_copy(self.models[""], quant)
-        for i, point in enumerate(asked.points):
-            self.progress("batch {}, context {}".format(*point), i, len(asked.points))
-            self.point(*point, ours=OURS, others={})
-        self.progress("prefill", 0, 1)
-        self.save(prefill=self.prefill())
+        if self.gpu:
+            with self.stage("compiling"):
+                model = self.models[""]
+                wanted = asked.jobs(model.c.max_positions)
+                self.save(compiled=self.attempt(lambda: prepare.prepare(model, wanted, self.progress)))
+        with self.stage("whet"):
+            for quant in asked.quants:
+                self.progress(f"quantising to {quant}", 0, len(asked.points))
+                self.models[quant] = quantised_copy(self.models[""], quant)
+            for i, point in enumerate(asked.points):
+                self.progress("batch {}, context {}".format(*point), i, len(asked.points))
+                self.point(*point, others={})
+        with self.stage("prefill"):
+            self.progress("prefill", 0, 1)
+            self.save(prefill=self.prefill())
+        if asked.rival_points:
+            with self.stage("rivals"):
+                self.against_rivals()
         if asked.start:
-            self.progress("start to first token", 0, 1)
-            self.save(start=self.attempt(lambda: evidence.starts(self.models[""], existing(asked.model), asked.device)))
+            with self.stage("start"):
+                self.progress("start to first token", 0, 1)
+                self.save(start=self.attempt(lambda: evidence.starts(self.models[""], existing(asked.model), asked.device)))
         if asked.quality:
-            graded = functools.partial(evidence.graded, asked.model, asked.device, asked.quants, self.progress)
-            self.save(quality=self.attempt(graded))
-        self.begun = measure.now()
-        for i, point in enumerate(asked.rival_points if asked.rivals else []):
+            with self.stage("quality"):
+                graded = functools.partial(evidence.graded, asked.model, asked.device, asked.quants, self.progress)
+                self.save(quality=self.attempt(graded))
+        self.save()
+        return self.measured
+
+    def against_rivals(self) -> None:
+        """With the model's own weights alone; what whet's took at the same point before is then taken again, in turns."""
+        asked, self.begun = self.asked, measure.now()
+        for i, point in enumerate(asked.rival_points):
             self.progress("rivals: batch {}, context {}".format(*point), i, len(asked.rival_points))
             if self.late():
                 self.rows |= {(name, "", *point): self.lost(name, "", *point, self.late()) for name in asked.rivals}
             else:
-                self.point(*point, ours=OURS, others={name: rivals.RIVALS[name] for name in asked.rivals})
-        self.save()
-        return self.measured
+                self.point(*point, others={name: rivals.RIVALS[name] for name in asked.rivals})
 
     def late(self) -> str:
         """Why no rival is begun any more, or nothing."""
         limit = self.asked.rival_seconds
         return f"not begun: the {limit:.0f} s for rivals were used up" if measure.now() - self.begun > limit else ""
 
-    def point(self, batch: int, context: int, ours: dict, others: dict) -> None:
+    def point(self, batch: int, context: int, others: dict) -> None:
         """Every system at one batch and context: built, verified, timed in turns. What is timed replaces an earlier row."""
-        for quants in self.together(batch, context):
-            self.in_turns(quants, batch, context, ours, others)
+        for quants in [[""]] if others else self.together(batch, context):
+            self.in_turns(quants, batch, context, others)
         self.save()
 
     def together(self, batch: int, context: int) -> list[list[str]]:
@@ -180,7 +231,7 @@ class Bench:
         fits = len(OURS) * len(self.models) * held < free_bytes(model.embed.device) / 2
         return [list(self.models)] if fits else [[quant] for quant in self.models]
 
-    def in_turns(self, quants: list[str], batch: int, context: int, ours: dict, others: dict) -> None:
+    def in_turns(self, quants: list[str], batch: int, context: int, others: dict) -> None:
         ready: dict[tuple, tuple[dict, Contender]] = {}
         fresh: dict[tuple, dict] = {}
         for quant in quants:
@@ -191,7 +242,9 @@ class Bench:
                 why = f"nothing to verify against: {reason_of(e)}"
                 fresh["whet", quant, batch, context] = self.lost("whet", quant, batch, context, why)
                 continue
-            for name, kind in (ours | ({} if quant else others)).items():
+            for name, kind in (OURS | others).items():
+                if kind.refused(self.models[quant], batch):
+                    continue
                 row, contender = self.built(kind, name, quant, batch, context, truth)
                 fresh[name, quant, batch, context] = row
                 if contender is not None:
@@ -224,10 +277,13 @@ class Bench:
             return row | {"why": why}, None
         try:
             with rivals.quiet():
+                skipped = rivals.skipped_graphs()
                 contender = kind(self.models[quant], batch, context + self.asked.ahead)
                 verdict = truth.judge(contender)
         except Exception as e:
             return row | {"why": reason_of(e)}, None
+        if self.gpu and rivals.skipped_graphs() > skipped:
+            row["note"] = "without a CUDA graph: its compiler gave up on one"
         row |= {"ok": verdict.ok, "why": verdict.why, "share": round(verdict.share, 4)}
         row["ready_s"] = round(measure.now() - begun, 1)
         if not verdict.ok:
@@ -237,10 +293,12 @@ class Bench:
 
     def timed(self, ready: dict[tuple, tuple[dict, Contender]]) -> None:
         """In turns; where they fail together, each alone, so that one that fails costs itself only."""
-        n = self.asked.tokens
-        runs: dict[str, Callable] = {str(i): functools.partial(c.run, n) for i, (_, c) in enumerate(ready.values())}
+        runs: dict[str, Callable] = {}
         try:
             with rivals.quiet():
+                lengths = [self.length_of(c) for _, c in ready.values()]
+                for n, (_, c) in zip(lengths, ready.values()):
+                    runs[str(len(runs))] = functools.partial(c.run, n)
                 found = measure.compare(runs, seconds=self.asked.seconds, flush=False, least=LEAST)
         except Exception as e:
             if len(ready) == 1:
@@ -250,18 +308,30 @@ class Bench:
             for key, one in ready.items():
                 self.timed({key: one})
             return
-        for (row, _), timing in zip(ready.values(), found.values()):
+        for n, (row, _), timing in zip(lengths, ready.values(), found.values()):
             each = {f: round(getattr(timing, f) / n, 6) for f in ("ms", "low", "high")} | {"samples": timing.samples}
-            row |= each | self.figures(row, each["ms"]) | {"together": len(runs)}
+            row |= each | self.figures(row, each["ms"], n) | {"together": len(runs), "tokens": n}
+        plain = {row["system"]: row["ms"] for row, _ in ready.values() if not row["quant"]}
+        for row, _ in ready.values():
+            if row["quant"] and row["system"] in plain:
+                row["speedup"] = round(plain[row["system"]] / row["ms"], 3)
 
-    def bytes_of(self, quant: str, batch: int, context: int) -> int:
+    def length_of(self, contender: Contender) -> int:
+        """Tokens of a run that is timed."""
+        few, watch = max(1, self.asked.tokens // 4), measure.Stopwatch(self.measured["device"])
+        contender.run(few)
+        with watch("few"):
+            contender.run(few)
+        return few if watch.ms("few") > LONG_MS else self.asked.tokens
+
+    def bytes_of(self, quant: str, batch: int, context: int, tokens: int) -> int:
         """What a step must read at the middle of a run: the weights once, each row's keys and values."""
-        model, middle = self.models[quant], context + self.asked.tokens // 2
+        model, middle = self.models[quant], context + tokens // 2
         weights_only = bytes_per_token(model, 0)
         return weights_only + batch * (bytes_per_token(model, middle) - weights_only)
 
-    def figures(self, row: dict, ms: float) -> dict:
-        moved = self.bytes_of(row["quant"], row["batch"], row["context"])
+    def figures(self, row: dict, ms: float, tokens: int) -> dict:
+        moved = self.bytes_of(row["quant"], row["batch"], row["context"], tokens)
         floor = moved / self.roof.copy_gbs / 1e6
         found = {"tokens_per_s": round(row["batch"] / ms * 1e3, 2), "bytes": moved, "floor_ms": round(floor, 6)}
         return found | ({"tb_s": round(moved / ms / 1e9, 4), "of_floor": round(floor / ms, 4)} if self.gpu else {})

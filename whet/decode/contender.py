@@ -5,10 +5,12 @@ from collections.abc import Callable
 
 import torch
 
+from whet.decode import persistent
 from whet.decode.cache import Cache
 from whet.decode.runner import Runner
 from whet.decode.sampling import Sampling
 from whet.models.qwen3 import Qwen3
+from whet.ops._chain import chained
 
 CHUNK = 2048  # tokens of a prompt fed at once
 
@@ -32,6 +34,11 @@ class Contender:
     def __init__(self, model, batch: int, length: int):
         """length: tokens that a row will come to at most."""
         raise NotImplementedError
+
+    @classmethod
+    def refused(cls, model, batch: int) -> str | None:
+        """Why it is not made for this, or nothing: then it is no contender here."""
+        return None
 
     def feed(self, prompt: torch.Tensor, first: torch.Tensor) -> None:
         raise NotImplementedError
@@ -74,10 +81,12 @@ class Contender:
 class Graph(Contender):
     """whet's runner: one captured graph replayed for each token; on a CPU, plain calls."""
 
+    path = "graph"
+
     def __init__(self, model: Qwen3, batch: int, length: int):
         cache = Cache(model.c, model.embed.dtype, model.embed.device, max_tokens=model.c.max_positions)
         self.model, self.batch, self.held = model, batch, 0
-        self.runner = Runner(model, cache, batch)
+        self.runner = Runner(model, cache, batch, self.path)
         self.runner.hold(batch, length)
         self.context = self.runner.context(length)
 
@@ -100,7 +109,8 @@ class Graph(Contender):
     def step(self, token):
         """What the graph holds, with another token than the one it chose."""
         at, (k, v) = self.runner.clock[: self.batch], (t[:, : self.batch] for t in self.runner.cache.kv)
-        hidden = self.model.step(token, k, v, at, context=self.context)
+        with chained():
+            hidden = self.model.step(token, k, v, at, context=self.context)
         at += 1
         logits = self.model.logits(hidden[:, -1])
         return logits.argmax(-1, keepdim=True), logits
@@ -119,4 +129,23 @@ class Graph(Contender):
         self.runner.cache.drop()
 
 
-OURS: dict[str, type[Contender]] = {"whet graph": Graph}
+class Persistent(Graph):
+    """whet's persistent kernel: one launch for all tokens of one sequence."""
+
+    path = "persistent"
+
+    @classmethod
+    def refused(cls, model: Qwen3, batch: int) -> str | None:
+        if batch > 1:
+            return "it decodes one sequence"
+        return persistent.unfit(model) or persistent.unable(model.embed.device)
+
+    def step(self, token):
+        """One launch for one given token; its logits are those that the kernel compares."""
+        self.runner.token[:1] = token[:, 0]
+        logits = torch.empty(1, self.model.c.vocab, dtype=torch.float32, device=token.device)
+        self.runner.persistent_steps(1, logits)
+        return self.runner.token[:1, None], logits
+
+
+OURS: dict[str, type[Contender]] = {"whet graph": Graph, "whet persistent": Persistent}

@@ -22,7 +22,7 @@ from whet.decode.cache import Cache
 from whet.decode.load import open_model
 from whet.decode.quantize import QUANTS, bytes_per_token, quantize
 from whet.decode.request import Completion, Request, Writer
-from whet.decode.runner import Runner
+from whet.decode.runner import PATHS, Runner
 from whet.decode.sampling import Sampling
 from whet.decode.serve import Server
 from whet.decode.speculate import Contest, Speculator
@@ -131,6 +131,8 @@ class LLM:
     max_context      tokens of prompt and answer together at most; None: what the model was made for
     memory           for keys and values, in bytes or as "8GiB"; None: what is free, less a tenth. It is taken as needed
     speculate        "ngram": guess what came before in the text; greedy, one prompt at a time, the same tokens
+    path             how one prompt is decoded greedily: "graph", "persistent" (one kernel for all tokens; greedy, bfloat16),
+                     "auto": persistent where it fits and was measured faster. They round differently. Speculation has graph's
     random_weights   "qwen3:0.6b", say, instead of a model: for benchmarks
 
     One call at a time: a new one ends a stream that is still open. Any of them can be interrupted.
@@ -139,35 +141,35 @@ class LLM:
     def __init__(
         self, model: str | Path | None = None, *, device: str = "auto", dtype: str | torch.dtype = "auto",
         quant: str | None = None, max_batch: int = 8, max_context: int | None = None, memory: int | float | str | None = None,
-        speculate: str | None = None, random_weights: str | None = None,
+        speculate: str | None = None, path: str = "auto", random_weights: str | None = None,
     ):
-        check_limits(max_batch, max_context, speculate)
+        check_limits(max_batch, max_context, speculate, path)
         if quant is not None and quant not in QUANTS:
             raise ValueError(f"quant must be one of {', '.join(QUANTS)}, got {quant!r}")
         opened, text = open_model(model, random_weights=random_weights, device=device, dtype=dtype)
         if quant is not None:
             quantize(opened, quant)
-        self._set_up(opened, text, max_batch, max_context, memory, speculate)
+        self._set_up(opened, text, max_batch, max_context, memory, speculate, path)
 
     @classmethod
     def of(
         cls, model: Any, text: Any = None, *, max_batch: int = 8, max_context: int | None = None,
-        memory: int | float | str | None = None, speculate: str | None = None,
+        memory: int | float | str | None = None, speculate: str | None = None, path: str = "auto",
     ) -> "LLM":
         """An engine for a model that is already open, as open_model gives it."""
-        check_limits(max_batch, max_context, speculate)
+        check_limits(max_batch, max_context, speculate, path)
         made = cls.__new__(cls)
-        made._set_up(model, text, max_batch, max_context, memory, speculate)
+        made._set_up(model, text, max_batch, max_context, memory, speculate, path)
         return made
 
-    def _set_up(self, model, text, max_batch, max_context, memory, speculate) -> None:
+    def _set_up(self, model, text, max_batch, max_context, memory, speculate, path) -> None:
         positions = model.c.max_positions
         if max_context is not None and max_context > positions:
             raise ValueError(f"max_context must be at most {positions}, the model's positions, got {max_context}")
         self.model, self.text = model, Numbers() if text is None else text
         self.device = model.embed.device
         self.cache = Cache(model.c, model.embed.dtype, self.device, memory, max_context or positions)
-        self.runner = Runner(model, self.cache, max_batch)
+        self.runner = Runner(model, self.cache, max_batch, "graph" if speculate else path)
         self.server = Server(self.runner, Speculator(self.runner) if speculate else None)
         self.open: Stream | None = None
 
@@ -293,10 +295,14 @@ def tokens_of(prompt: Any, text: Any) -> list[Any]:
     return [int(t) if isinstance(t, numbers.Integral) and not isinstance(t, int) else t for t in prompt]
 
 
-def check_limits(max_batch: int, max_context: int | None, speculate: str | None) -> None:
+def check_limits(max_batch: int, max_context: int | None, speculate: str | None, path: str) -> None:
     if isinstance(max_batch, bool) or not isinstance(max_batch, int) or not 1 <= max_batch <= 64:
         raise ValueError(f"max_batch must be a whole number from 1 to 64, got {max_batch!r}")
     if max_context is not None and (isinstance(max_context, bool) or not isinstance(max_context, int) or max_context < 2):
         raise ValueError(f"max_context must be a whole number of tokens from 2 on, got {max_context!r}")
     if speculate is not None and speculate not in SPECULATIONS:
         raise ValueError(f"speculate must be None or one of {', '.join(SPECULATIONS)}, got {speculate!r}")
+    if path not in PATHS:
+        raise ValueError(f"path must be one of {', '.join(PATHS)}, got {path!r}")
+    if speculate is not None and path == "persistent":
+        raise ValueError("speculation checks drafts with the graph's kernels: leave out path='persistent'")

@@ -11,6 +11,7 @@ Each is a Contender, as whet's own are: one system at one batch and one length o
 import contextlib
 import inspect
 import json
+import sys
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
@@ -174,6 +175,12 @@ class TransformersStatic(Compiled):
         torch._dynamo.reset()
 
 
+def skipped_graphs() -> int:
+    """How often this process's compiler gave up on a CUDA graph, which it does without an error."""
+    compiler = sys.modules.get("torch._dynamo.utils")  # which is slow to import, and counts nothing before it is
+    return compiler.counters["inductor"]["cudagraph_skips"] if compiler else 0
+
+
 def compiled(one: Callable, tuned: bool = False) -> Callable:
     """mode="reduce-overhead" without graph breaks; tuned: with coordinate descent too, which modes and options exclude."""
     if not tuned:
@@ -236,7 +243,7 @@ class Block(nn.Module):
         B, H, T, D = q.shape
         if T == 1:
             q = q.view(B, self.c.kv_heads, -1, D)
-            return F.scaled_dot_product_attention(q, self.keys, self.values, attn_mask=see).view(B, H, T, D)
+            return F.scaled_dot_product_attention(q, self.keys, self.values, attn_mask=see).reshape(B, H, T, D)
         k, v = (t.repeat_interleave(H // self.c.kv_heads, dim=1) for t in (self.keys, self.values))
         return F.scaled_dot_product_attention(q, k, v, attn_mask=see)
 
@@ -306,6 +313,7 @@ RIVALS: dict[str, type[Contender]] = {
     "transformers": Transformers, "transformers-static": TransformersStatic, "gpt-fast": GptFast,
     "gpt-fast-tuned": GptFastTuned,
 }
+AHEAD = ("transformers-static", "gpt-fast")  # whose code can be made beforehand by another process
 
 
 def parse(text: str) -> list[str]:

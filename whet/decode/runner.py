@@ -14,12 +14,15 @@ from typing import Any
 import torch
 
 from whet import measure
+from whet.decode import persistent
 from whet.decode.cache import BLOCK, Cache, power_of_two
+from whet.decode.chunks import Chunks
 from whet.decode.sampling import Sampling, sample
 from whet.ops._chain import chained
+from whet.ops._note import note
 
-PREFILL_CHUNK = 2048  # tokens of a prompt fed at once
 RING = 64  # tokens of each row that a burst can choose at most
+PATHS = ("auto", "graph", "persistent")  # how one sequence is decoded greedily: auto takes the persistent kernel where it fits
 
 
 def mode_of(sampling: Sampling) -> str:
@@ -35,10 +38,13 @@ class Burst:
     clock: torch.Tensor | None  # the device's clock behind the burst, where the host cannot know it
     begin: measure.Mark
     end: measure.Mark
+    failed: torch.Tensor | None = None  # not 0 where a persistent kernel gave up
 
     def read(self) -> list[list[int]]:
         """Waits for the burst."""
         self.end.wait()
+        if self.failed is not None and self.failed.item():
+            raise RuntimeError("the persistent kernel waited for a block that was not heard from; decode with path='graph'")
         if self.logits is None:
             return self.tokens.tolist()
         return torch.where(self.logits.isfinite(), self.tokens, -1).tolist()
@@ -56,11 +62,14 @@ class Runner:
     pace      what a step adds to each of clock: 0 for a row that is idle, which is fed at one place again and again
     emitted   (rows, RING) what a burst chose, and the logits
     capture   how a step becomes a graph; None where steps are plain calls, as on a CPU
+    persistent  the kernel that decodes one sequence greedily; None where it does not fit
     """
 
     one_pass = True  # see verify
 
-    def __init__(self, model: Any, cache: Cache, rows: int):
+    def __init__(self, model: Any, cache: Cache, rows: int, path: str = "auto"):
+        if path not in PATHS:
+            raise ValueError(f"path must be one of {', '.join(PATHS)}, got {path!r}")
         self.model, self.cache, self.rows = model, cache, rows
         self.device = cache.device
         self.capture: Callable | None = measure.Graph if self.device.type == "cuda" else None
@@ -71,6 +80,8 @@ class Runner:
         self.pace[rows] = 1
         self.emitted, self.logit = self._zeros(rows, RING), self._zeros(rows, RING, dtype=torch.float32)
         self.graphs: dict[tuple, Callable] = {}
+        self.chunks = Chunks(self)
+        self.persistent = persistent.kernel_for(model, path)
 
     def _zeros(self, *shape: int, dtype: torch.dtype = torch.int64) -> torch.Tensor:
         return torch.zeros(shape, dtype=dtype, device=self.device)
@@ -93,6 +104,7 @@ class Runner:
         if self.device.type == "cuda":
             torch.cuda.synchronize(self.device)
         self.graphs.clear()
+        self.chunks.graphs.clear()
 
     def place(self, slot: int, position: int, live: bool) -> None:
         """Where a row stands, and whether steps move it."""
@@ -108,16 +120,12 @@ class Runner:
     def prefill(self, slot: int, tokens: list[int], start: int, sampling: Sampling) -> Burst:
         """Feed tokens[start:] to a row whose cache holds those before, and choose the first new one. The row is then live."""
         with self.here():
-            begin, ids, end = measure.Mark(self.device), self.upload(tokens[start:])[None], len(tokens)
-            k, v = (t[:, slot : slot + 1] for t in self.cache.kv)
-            for a in range(start, end, PREFILL_CHUNK):
-                part = ids[:, a - start : a - start + PREFILL_CHUNK]
-                at = torch.full((1,), a, dtype=torch.int64, device=self.device)
-                hidden = self.model.extend(part, k, v, at, start=a)
+            begin, end = measure.Mark(self.device), len(tokens)
+            hidden = self.chunks.feed(slot, tokens, start)
             self._set(slot, sampling)
             self.place(slot, end - 1, live=True)
             row = slice(slot, slot + 1)
-            token, logit = self._choose(hidden[:, -1], row, mode_of(sampling))
+            token, logit = self._choose(hidden, row, mode_of(sampling))
             self.place(slot, end, live=True)
             self.token[row] = token.clamp(min=0)
             return self.sent(token[:, None], None if logit is None else logit[:, None], begin)
@@ -127,6 +135,8 @@ class Runner:
         """n steps of the first `rows` rows, none of which passes `context` tokens."""
         if n > RING:
             raise ValueError(f"steps: n must be at most {RING}, got {n}")
+        if self.alone(rows, mode):
+            return self.persistent_steps(n)
         with self.here():
             self.cursor.zero_()  # before a capture too: its warm-up writes there
             run = self.graph(("step", rows, context, mode), functools.partial(self._step, rows, context, mode))
@@ -135,9 +145,25 @@ class Runner:
                 run()
             return self.sent(self.emitted[:rows, :n], self.logit[:rows, :n] if mode == "greedy" else None, begin)
 
+    def alone(self, rows: int, mode: str) -> bool:
+        """Whether the persistent kernel decodes these."""
+        return self.persistent is not None and rows == 1 and mode == "greedy"
+
+    def persistent_steps(self, n: int, logits: torch.Tensor | None = None) -> Burst:
+        """n tokens of row 0 in one launch; it must be live. logits (n, V): where all of them go."""
+        assert self.persistent is not None
+        with self.here():
+            begin, row = measure.Mark(self.device), slice(0, 1)
+            cache = [t[:, 0] for t in self.cache.kv]
+            self.persistent.steps(n, cache, self.token[row], self.clock[row], self.emitted[0], self.logit[0], logits)
+            failed = self._to_host(self.persistent.failed)
+            burst = self.sent(self.emitted[:1, :n], self.logit[:1, :n], begin)
+            burst.failed = failed
+            return burst
+
     def ready(self, key: tuple) -> bool:
         """Whether a burst can be enqueued at once; capturing its graph would make the host wait for all that is under way."""
-        return self.capture is None or key in self.graphs
+        return self.capture is None or key in self.graphs or (key[0] == "step" and self.alone(key[1], key[3]))
 
     def graph(self, key: tuple, run: Callable) -> Callable:
         """The run, captured where there is a GPU. Its warm-up is undone: with no pace it stays at one place."""
@@ -180,6 +206,8 @@ class Runner:
         with chained():
             hidden = self.model.step(self.token[:rows, None], k, v, self.clock[:rows], context=context)
             token, logit = self._choose(hidden[:, 0], slice(0, rows), mode)
+            if logit is not None and token.is_cuda:
+                return note(token, logit, self.token, self.emitted, self.logit, self.clock, self.pace, self.rows)
         self.emitted[:rows].index_copy_(1, self.cursor, token[:, None])
         if logit is None:
             token = token.clamp(min=0)

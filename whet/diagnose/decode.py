@@ -101,20 +101,41 @@ def after(target: Decoder, seconds: float) -> dict:
     }
     if target.device != "cuda":
         return made
-    return made | {"layers": parts(target), "floor_ms": floor, "of_floor": floor / timing["ms"]}
+    own = alone(target)
+    each: dict[str, float] = collections.defaultdict(float)
+    for name, ms in own:
+        each[name] += ms / BURST
+    longest = sorted(each, key=lambda name: -each[name])[:12]
+    made["kernels"] = [{"name": name, "ms": each[name], "count": round(names[name] / BURST, 1)} for name in longest]
+    made["busy_ms"] = sum(each.values())
+    return made | {"layers": parts(own), "floor_ms": floor, "of_floor": floor / timing["ms"]}
 
 
-def parts(target: Decoder) -> list[dict]:
-    """What each part of a layer takes in one token, all layers together: the products come in the order of a layer."""
+def alone(target: Decoder) -> list[tuple[str, float]]:
+    """Each kernel of a burst and the ms after the one before had ended: in a chain it starts early, and waits until then."""
     events = taken(replace(target, step_with=target.burst)).profiler.kineto_results.events()  # type: ignore[union-attr]
-    ran = sorted((e for e in events if not on_cpu(e) and not e.name().startswith("whet|")), key=lambda e: e.start_ns())
+    ran = ((e.start_ns(), e.duration_ns(), e.name()) for e in events if not on_cpu(e) and not e.name().startswith("whet|"))
+    return own_time(sorted(ran))
+
+
+def own_time(ran: list[tuple[int, int, str]]) -> list[tuple[str, float]]:
+    """Of (start, duration, name) in ns, by their starts: (name, ms that no earlier one covers)."""
+    found, covered = [], 0
+    for start, duration, name in ran:
+        found.append((name, max(0, start + duration - max(start, covered)) / 1e6))
+        covered = max(covered, start + duration)
+    return found
+
+
+def parts(own: list[tuple[str, float]]) -> list[dict]:
+    """What each part of a layer takes in one token, all layers together: the products come in the order of a layer."""
     found: dict[str, list[float]] = collections.defaultdict(list)
     products = 0
-    for e in ran:
-        label = next((label for word, label in OTHERS.items() if e.name().startswith(word)), "embedding, token, position")
-        if e.name().startswith(("_few", "_many")):
+    for name, ms in own:
+        label = next((label for word, label in OTHERS.items() if name.startswith(word)), "embedding, token, position")
+        if name.startswith(("_few", "_many")):
             label, products = PRODUCTS[products % len(PRODUCTS)], products + 1
-        found[label].append(e.duration_ns() / 1e6)
+        found[label].append(ms)
     total = sum(map(sum, found.values())) or 1.0
     return [
         {"part": label, "ms": sum(ms) / BURST, "share": sum(ms) / total, "launches": round(len(ms) / BURST, 1)}

@@ -12,7 +12,7 @@ from whet.report.tables import ms, percent, spread
 TITLES = {
     "transformers": "Transformers, eager", "transformers-static": "Transformers, static cache, compiled",
     "gpt-fast": "gpt-fast style, compiled", "gpt-fast-tuned": "gpt-fast style, compiled and tuned",
-    "whet graph": "whet, one graph a token",
+    "whet graph": "whet, one graph a token", "whet persistent": "whet, one kernel for all tokens",
 }
 HEAD = ("batch", "context", "system", "weights", "ms a token", "± spread", "tokens/s", "TB/s", "of floor", "error / budget")
 
@@ -47,9 +47,7 @@ def show(console: Console, measured: dict) -> None:
         last = i + 1 == len(rows) or point(rows[i + 1]) != point(r)
         table.add_row(*cells(r, measured), style="bold green" if "whet" in r["system"] else None, end_section=last)
     console.print(table)
-    for line in left_out(measured["rows"]):
-        console.print(line)
-    for line in (*prefill_lines(measured), *start_lines(measured)):
+    for line in (*left_out(measured["rows"]), *notes(measured["rows"]), *prefill_lines(measured), *start_lines(measured)):
         console.print(line)
     if quality := measured.get("quality"):
         show_quality(console, quality)
@@ -78,10 +76,15 @@ def ordered(rows: list[dict]) -> list[dict]:
 
 def cells(r: dict, measured: dict) -> list[str]:
     return [
-        str(r["batch"]), str(r["context"]), TITLES.get(r["system"], r["system"]), r["quant"] or measured["dtype"], ms(r["ms"]),
+        str(r["batch"]), str(r["context"]), TITLES.get(r["system"], r["system"]), weights_of(r, measured), ms(r["ms"]),
         ms(spread(r)), f"{r['tokens_per_s']:,.0f}", f"{r['tb_s']:.2f}" if "tb_s" in r else "-",
         percent(r["of_floor"]) if "of_floor" in r else "-", f"{r['share']:.2f}",
     ]
+
+
+def weights_of(r: dict, measured: dict) -> str:
+    """Quantised, with how much faster than the same system without in the same turns."""
+    return (r["quant"] or measured["dtype"]) + (f", {r['speedup']:.2f}x" if "speedup" in r else "")
 
 
 def left_out(rows: list[dict]) -> list[str]:
@@ -92,6 +95,12 @@ def left_out(rows: list[dict]) -> list[str]:
             at = f"{r['quant'] + ' ' if r['quant'] else ''}batch {r['batch']} context {r['context']}"
             reasons.setdefault((r["system"], r["why"] or "stopped before it was timed"), []).append(at)
     return [f"not timed: {TITLES.get(name, name)} ({', '.join(at)}): {why}" for (name, why), at in reasons.items()]
+
+
+def notes(rows: list[dict]) -> list[str]:
+    """What is to be known of a system that was timed."""
+    noted = [r for r in rows if r.get("ms") and r.get("note")]
+    return [f"{TITLES.get(r['system'], r['system'])}, batch {r['batch']} context {r['context']}: {r['note']}" for r in noted]
 
 
 def prefill_lines(measured: dict) -> Iterator[str]:
@@ -158,9 +167,9 @@ def full(root: Path) -> str:
     parts = []
     for used, measured in newest(root):
         rows = [cells(r, measured) for r in ordered(measured["rows"])]
-        notes = [*left_out(measured["rows"]), *prefill_lines(measured), *start_lines(measured)]
+        told_too = (*left_out(measured["rows"]), *notes(measured["rows"]), *prefill_lines(measured), *start_lines(measured))
         parts += [f"{heading(used, measured)}, greedy, {measured['tokens']} tokens a run.", grid(HEAD, rows, text=4)]
-        parts += ["\n".join(f"- {line}" for line in notes)] if notes else []
+        parts += ["\n".join(f"- {line}" for line in told_too)] if told_too else []
         parts.append(source(used))
     return "\n\n".join(parts) or absent("decode")
 

@@ -1,0 +1,230 @@
+"""The persistent kernel: its source run on a CPU, compiled for GPUs, and on a GPU measured against the graph's tokens."""
+
+import ctypes
+import dataclasses
+import re
+import shutil
+import subprocess
+from pathlib import Path
+
+import pytest
+import torch
+
+from whet.decode import nvrtc, persistent
+from whet.decode.agree import CHECKED, Truth, by_formulas, widened
+from whet.decode.contender import Persistent
+from whet.decode.runner import Runner
+from whet.models import qwen3
+from whet.verify import judge
+
+SMALL = dataclasses.replace(
+    qwen3.SIZES["tiny"], hidden=1024, layers=2, heads=8, kv_heads=4, head_dim=128, ffn=1024, vocab=600, max_positions=2048
+)
+BLOCKS, SHARED = 16, 232448  # blocks of the run on a CPU: a row of the residual for each of 64 threads
+PLACES = dict(token=7, old=40)
+
+
+def weights(c, **where):
+    torch.manual_seed(0)
+    model = qwen3.random_weights(c, dtype=torch.bfloat16, **where).requires_grad_(False)
+    for name, p in model.named_parameters():
+        if p.dim() == 1:  # norms and biases that are all alike would hide a wrong index
+            p.uniform_(-0.5, 0.5) if name.endswith("bias") else p.uniform_(0.5, 1.5)
+    return model
+
+
+@pytest.fixture(scope="module")
+def built(tmp_path_factory):
+    """The source compiled for this CPU, one library for each set of sizes."""
+    if shutil.which("g++") is None:
+        pytest.skip("no C++ compiler")
+    folder, made = tmp_path_factory.mktemp("persistent"), {}
+    (folder / "whole.cu").write_text(persistent.source())
+
+    def build(model, blocks: int = BLOCKS) -> ctypes.CDLL:
+        sizes = persistent.sizes_of(model, blocks, SHARED)
+        key = tuple(sizes.items())
+        if key not in made:
+            file = folder / f"{len(made)}.so"
+            options = ["-std=c++17", "-O2", "-U_FORTIFY_SOURCE", "-w", "-fPIC", "-shared", f'-DSOURCE="{folder / "whole.cu"}"']
+            options += [f"-D{name}={value}" for name, value in key]
+            subprocess.run(["g++", *options, str(Path(__file__).with_name("cuda_on_cpu.cpp")), "-o", str(file)], check=True)
+            made[key] = ctypes.CDLL(str(file))
+        return made[key]
+
+    return build
+
+
+class Place:
+    """A sequence of `old` random tokens in a cache, and what the kernel needs beside it."""
+
+    def __init__(self, lib, model, old: int, steps: int):
+        c, self.model, self.old, self.n = model.c, model, old, steps
+        shape = (c.layers, 1, c.kv_heads, old + steps + 3, c.head_dim)
+        self.cache = [torch.full(shape, float("nan"), dtype=torch.bfloat16) for _ in range(2)]  # what is unwritten is not read
+        if old:
+            model.extend(torch.randint(c.vocab, (1, old)), *self.cache, torch.zeros(1, dtype=torch.int64), start=0)
+        self.before = [t.clone() for t in self.cache]
+        self.lib, self.layers = lib, persistent.layer_table(model)
+        self.words = torch.zeros(ctypes.c_int.in_dll(lib, "WORDS").value, dtype=torch.int64)
+        self.token, self.position = torch.tensor([PLACES["token"]]), torch.tensor([old])
+        self.emitted, self.logit = torch.full((steps,), -1), torch.zeros(steps)
+        self.logits = torch.full((steps, c.vocab), float("nan"))
+        self.generation, self.failed = torch.zeros(1, dtype=torch.int32), torch.zeros(1, dtype=torch.int32)
+
+    def run(self, steps: int | None = None, least: int = 64, seed: int = 0, patience: int = 1 << 20, silent: int = -1) -> int:
+        names = ("layers", "words", "token", "position", "emitted", "logit", "logits", "generation", "failed")
+        held = {name: getattr(self, name) for name in names}
+        held |= dict(cache_k=self.cache[0][:, 0], cache_v=self.cache[1][:, 0])
+        args = persistent.arguments(self.model, held, self.n if steps is None else steps, least, patience)
+        return self.lib.launch(ctypes.byref(args), seed, silent)
+
+    def expected(self, dtype) -> torch.Tensor:
+        """Logits of the tokens that the kernel was given, by the plain formulas."""
+        model = self.model if dtype == torch.bfloat16 else widened(self.model, dtype)
+        fed = torch.cat([torch.tensor([PLACES["token"]]), self.emitted[:-1]])[None]
+        with by_formulas(model):
+            hidden = model.extend(fed, *(t.to(dtype) for t in self.before), torch.tensor([self.old]), start=self.old)
+            return model.logits(hidden)[0]
+
+
+def check(place: Place) -> None:
+    assert place.failed.item() == 0 and place.position.item() == place.old + place.n
+    assert torch.equal(place.emitted, place.logits.argmax(-1)) and place.token.item() == place.emitted[-1]
+    assert torch.equal(place.logit, place.logits.amax(-1))
+    eager, oracle = ({"logits": place.expected(dtype)} for dtype in (torch.bfloat16, torch.float32))
+    verdict = judge({"logits": place.logits}, eager, oracle, torch.finfo(torch.bfloat16).eps)
+    assert verdict.ok, verdict.why
+
+
+@pytest.mark.parametrize("old, least", [(0, 64), (1, 64), (63, 64), (127, 64), (300, 64), (190, 512)])
+def test_its_logits_are_those_of_the_formulas(built, old, least):
+    """No old keys, one, a full unit and one more, two splits and four, one split of several units."""
+    model = weights(SMALL)
+    place = Place(built(model), model, old, steps=2)
+    assert place.run(least=least) == 0
+    check(place)
+
+
+@pytest.mark.parametrize("change", [dict(qk_norm=False, qkv_bias=True), dict(heads=16, kv_heads=4, ffn=2048), dict(tied=False)])
+def test_others_of_the_family(built, change):
+    model = weights(dataclasses.replace(SMALL, **change))
+    place = Place(built(model), model, PLACES["old"], steps=2)
+    assert place.run() == 0
+    check(place)
+
+
+def test_blocks_with_eight_rows_and_a_head_whose_first_rows_are_taken_ahead(built):
+    """As with many multiprocessors: a tile of eight rows, every stage whole in registers."""
+    model = weights(dataclasses.replace(SMALL, layers=1, vocab=4096))
+    place = Place(built(model, 128), model, PLACES["old"], steps=1)
+    assert place.run() == 0
+    check(place)
+
+
+def test_the_same_bits_whatever_comes_first_and_however_the_steps_are_cut(built):
+    model = weights(SMALL)
+    first = Place(built(model), model, PLACES["old"], steps=3)
+    assert first.run() == 0
+    again = Place(built(model), model, PLACES["old"], steps=3)
+    again.cache = [t.clone() for t in first.before]
+    again.generation.fill_(-4)  # it wraps within the run
+    found = []
+    for seed in range(3):
+        assert again.run(steps=1, seed=seed) == 0
+        found.append(again.emitted[0].item())
+    assert found == first.emitted.tolist() and again.failed.item() == 0
+    assert torch.equal(again.logits[0], first.logits[-1])
+    for ours, theirs in zip(again.cache, first.cache):
+        assert torch.equal(ours.view(torch.int16), theirs.view(torch.int16))
+
+
+def test_a_block_that_is_silent_ends_the_kernel_and_is_told(built):
+    model = weights(SMALL)
+    place = Place(built(model), model, PLACES["old"], steps=1)
+    assert place.run(patience=50, silent=3) == 0 and place.failed.item() == 1
+
+
+def test_what_is_not_a_number_is_seen(built):
+    model = weights(SMALL)
+    model.layers[1].o.data[5] = float("nan")
+    place = Place(built(model), model, 3, steps=1)
+    assert place.run() == 0 and not place.logit.isfinite().any()
+
+
+def test_a_model_that_does_not_fit_is_told_why():
+    whole = lambda **change: qwen3.Qwen3(dataclasses.replace(SMALL, **change), device="meta", dtype=torch.bfloat16)  # noqa: E731
+    assert persistent.unfit(whole()) is None
+    assert "bfloat16, got float32" in persistent.unfit(qwen3.Qwen3(SMALL, device="meta"))
+    assert "multiples of 1024, got hidden 512" in persistent.unfit(whole(hidden=512))
+    assert "heads must be of 128" in persistent.unfit(whole(head_dim=64))
+    assert "sliding window" in persistent.unfit(whole(window=64))
+    with pytest.raises(ValueError, match="persistent kernel does not fit"):
+        persistent.Persistent(weights(SMALL))
+    with pytest.raises(ValueError, match="path must be one of auto, graph, persistent"):
+        Runner(None, None, 1, path="fast")
+
+
+@pytest.mark.parametrize("arch, blocks", [("sm_90a", 132), ("sm_100a", 148)])
+def test_it_compiles_for_gpus_without_spills(arch, blocks):
+    try:
+        nvrtc.nvrtc()
+    except ValueError as e:
+        pytest.skip(str(e))
+    model = qwen3.Qwen3(qwen3.SIZES["0.6b"], device="meta", dtype=torch.bfloat16)
+    code, said = nvrtc.compiled(persistent.source(), arch, persistent.sizes_of(model, blocks, SHARED), verbose=True)
+    assert len(code) > 10_000 and re.search(r"\b0 bytes spill stores, 0 bytes spill loads", said), said
+
+
+def test_the_compiler_says_what_is_wrong():
+    try:
+        nvrtc.nvrtc()
+    except ValueError as e:
+        pytest.skip(str(e))
+    with pytest.raises(ValueError, match="NVRTC for sm_90a: .*nothing"):
+        nvrtc.compiled("__device__ void f() { nothing(); }", "sm_90a", {})
+
+
+def test_compiled_code_is_kept(tmp_path, monkeypatch):
+    monkeypatch.setenv(nvrtc.CACHE, str(tmp_path))
+    monkeypatch.setattr(nvrtc, "compiled", lambda source, arch, sizes: (source.encode() + str(sizes).encode(), ""))
+    first = nvrtc.cached("a", "sm_90a", {"N": 1})
+    monkeypatch.setattr(nvrtc, "compiled", None)
+    assert nvrtc.cached("a", "sm_90a", {"N": 1}) == first and len(list(tmp_path.iterdir())) == 1
+
+
+def big(device, **change):
+    return weights(dataclasses.replace(SMALL, vocab=30000, **change), device=device)
+
+
+def begun(model, old: int):
+    """A contender that has read `old` tokens, and what it is judged by."""
+    prompt, first = torch.randint(model.c.vocab, (1, old), device="cuda"), torch.tensor([[PLACES["token"]]], device="cuda")
+    made = Persistent(model, 1, old + 40)
+    made.feed(prompt, first)
+    return made, Truth(model, prompt, torch.randint(model.c.vocab, (1, CHECKED), device="cuda"))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("old", [1, 63, 200, 1500])
+@pytest.mark.parametrize("change", [dict(), dict(qk_norm=False, qkv_bias=True, heads=16), dict(hidden=2048, ffn=6144)])
+def test_on_a_gpu_it_agrees_and_gives_the_same_bits_again(device, old, change):
+    if why := persistent.unable(torch.device(device)):
+        pytest.skip(why)
+    made, truth = begun(big(device, **change), old)
+    verdict = truth.judge(made)
+    assert verdict.ok, verdict.why
+    runs = [(made.chain(32), made.runner.logit[0, :32].clone()) for _ in range(3)]
+    for tokens, logits in runs[1:]:
+        assert torch.equal(tokens, runs[0][0]) and torch.equal(logits, runs[0][1])
+
+
+@pytest.mark.gpu
+def test_on_a_gpu_impatience_ends_the_kernel_and_is_told(device, monkeypatch):
+    if why := persistent.unable(torch.device(device)):
+        pytest.skip(why)
+    monkeypatch.setattr(persistent, "PATIENCE", 0)
+    made, _ = begun(big(device), 100)
+    made.rewind()
+    with pytest.raises(RuntimeError, match="not heard from"):
+        made.runner.steps(4, 1, made.context, "greedy").read()

@@ -1,0 +1,237 @@
+// Attention of one token: queries, the cache, and the joining of what several blocks have seen.
+
+struct Attention : Products {
+    using Products::Products;
+
+    // A head of 128 at the words: this lane's dimensions 2 * lane, + 1, and those 64 further; normed and rotated.
+    DEVICE void head_in(float (&x)[4], int at, u32 generation, const bf16* norm, int position, bool rotate) {
+        Two w = {0x3f803f80u, 0x3f803f80u};
+        if (QK_NORM && rotate) w = {*(const u32*)(norm + 2 * lane), *(const u32*)(norm + 64 + 2 * lane)};
+        long long row = (long long)position * (D / 2) + 2 * lane;
+        float c0 = a.cosine[row], c1 = a.cosine[row + 1], s0 = a.sine[row], s1 = a.sine[row + 1];
+        u64 v[2][2];
+        const u64* const from[2] = {words(at + 2 * lane), words(at + 64 + 2 * lane)};
+        hear(v, from, generation, 2, a, lost);
+        x[0] = value(v[0][0]), x[1] = value(v[0][1]), x[2] = value(v[1][0]), x[3] = value(v[1][1]);
+        if (!rotate) return;
+        if (QK_NORM) {
+            float r = root(total(x[0] * x[0] + x[1] * x[1] + x[2] * x[2] + x[3] * x[3]) / D + a.eps);
+            x[0] *= r * low(w.x), x[1] *= r * high(w.x), x[2] *= r * low(w.y), x[3] *= r * high(w.y);
+        }
+        float y0 = x[0] * c0 - x[2] * s0, y1 = x[1] * c1 - x[3] * s1;
+        x[2] = x[2] * c0 + x[0] * s0, x[3] = x[3] * c1 + x[1] * s1, x[0] = y0, x[1] = y1;
+    }
+
+    // A warp's eight keys of a unit. A lane holds a quarter of key lane / 4, and of the values of keys 2 * (lane % 4) and the
+    // next 16 dimensions: 8 from 8 * (lane / 4) on, and 8 that are 64 further.
+    struct Keys { Four k[4], v[2][2]; };
+
+    DEVICE void take_keys(Keys& keys) {
+        const unsigned char* from = unit() + (warp * 4 + lane / 8) * PAIR + lane / 4 % 2 * (D * 2) + lane % 4 * 16;
+#pragma unroll
+        for (int i = 0; i < 4; i++) keys.k[i] = *(const Four*)(from + i * 64);
+        release();
+        from = unit() + (warp * 4 + lane % 4) * PAIR + lane / 4 * 16;
+#pragma unroll
+        for (int i = 0; i < 4; i++) keys.v[i / 2][i % 2] = *(const Four*)(from + i / 2 * (D * 2) + i % 2 * D);
+        release();
+    }
+
+    // The new key in its place behind the old ones, and nothing behind it.
+    DEVICE void place_new(Keys& keys, int at, int count) {
+        const bf16* fresh = (const bf16*)(base + S_NEW);
+        if (at == warp * 8 + lane / 4) {
+#pragma unroll
+            for (int i = 0; i < 4; i++) keys.k[i] = *(const Four*)(fresh + lane % 4 * 8 + i * 32);
+        }
+#pragma unroll
+        for (int i = 0; i < 4; i++) {
+            int key = warp * 8 + lane % 4 * 2 + i / 2;
+            if (key == at) keys.v[i / 2][i % 2] = *(const Four*)(fresh + D + lane / 4 * 8 + i % 2 * 64);
+            if (key >= count) keys.v[i / 2][i % 2] = {0, 0, 0, 0};
+        }
+    }
+
+    // What a warp has seen. A lane's row is a head, lane / 4 of G; there are more rows, which mean nothing.
+    struct Seen { float most, sum, y[16][4]; };
+
+    DEVICE u32 evens(u32 a, u32 b) { return (a & 0xffffu) | b << 16; }
+    DEVICE u32 odds(u32 a, u32 b) { return a >> 16 | (b & 0xffff0000u); }
+    DEVICE u32 part(const Four& v, int i) { return i == 0 ? v.x : i == 1 ? v.y : i == 2 ? v.z : v.w; }
+
+    DEVICE void see(Seen& seen, const Keys& keys, const Four (&q)[4], int count, bool more) {
+        float s[2][4] = {}, most = seen.most, p[2];
+#pragma unroll
+        for (int i = 0; i < 4; i++) {
+            mma(s[0], q[i].x, 0, q[i].y, 0, keys.k[i].x, keys.k[i].y);
+            mma(s[1], q[i].z, 0, q[i].w, 0, keys.k[i].z, keys.k[i].w);
+        }
+#pragma unroll
+        for (int i = 0; i < 2; i++) {
+            p[i] = s[0][i] + s[1][i];
+            p[i] += swap(p[i], 4 * G);  // the query's second part has rows of its own
+            p[i] = warp * 8 + lane % 4 * 2 + i < count ? p[i] : LOWEST;
+            most = p[i] > most ? p[i] : most;
+        }
+        float other = swap(most, 1);
+        most = other > most ? other : most, other = swap(most, 2);
+        most = other > most ? other : most;
+        float safe = most == LOWEST ? 0 : most;
+        p[0] = power(p[0] - safe), p[1] = power(p[1] - safe);
+        if (more) {
+            float shrink = power(seen.most - safe);
+            seen.sum *= shrink;
+#pragma unroll
+            for (int i = 0; i < 16; i++) seen.y[i][0] *= shrink, seen.y[i][1] *= shrink;
+        }
+        seen.most = most, seen.sum += p[0] + p[1];
+        u32 weights = lane / 4 < G ? rounded(p[0], p[1]) : 0;
+#pragma unroll
+        for (int i = 0; i < 8; i++) {
+            u32 one = part(keys.v[0][i / 4], i % 4), two = part(keys.v[1][i / 4], i % 4);
+            mma8(seen.y[2 * i], weights, 0, evens(one, two));
+            mma8(seen.y[2 * i + 1], weights, 0, odds(one, two));
+        }
+    }
+
+    // A warp's part of its heads; then all warps' are there.
+    DEVICE void keep_seen(Seen& seen) {
+        float sum = seen.sum;
+        sum += swap(sum, 1), sum += swap(sum, 2);
+        float* to = (float*)(base + S_HEADS) + (warp * G + lane / 4) * D + lane % 4 * 16;
+        if (lane / 4 < G) {
+#pragma unroll
+            for (int i = 0; i < 8; i++) {  // four dimensions: of the half i / 4, the upper or lower eight, their half
+                int t = i / 4 * 8 + i % 2 * 4, c = i / 2 % 2;
+                *(Floats*)(to + i / 4 * 64 + c * 8 + i % 2 * 4) = {
+                    seen.y[t][c], seen.y[t + 1][c], seen.y[t + 2][c], seen.y[t + 3][c]};
+            }
+            if (lane % 4 == 0) *(Two*)(base + S_MOST + (warp * G + lane / 4) * 8) = {bits(seen.most), bits(sum)};
+        }
+        meet();
+    }
+
+    // The queries, each in two parts, and where they are new the key and the value, which the cache gets too.
+    DEVICE void heads_of(const Layer& w, int layer, const Span& s, int position, u32 generation) {
+        if (warp >= G + (s.newest ? 2 : 0)) return;
+        int head = warp < G ? s.head * G + warp : warp == G ? H + s.head : H + KV + s.head;
+        float x[4];
+        head_in(x, AT_QKV + head * D, generation, warp < G ? w.q_norm : w.k_norm, position, warp <= G);
+        if (warp < G) {
+#pragma unroll
+            for (int i = 0; i < 4; i++) x[i] *= a.scale;
+        }
+        u32 one = rounded(x[0], x[1]), two = rounded(x[2], x[3]);
+        bf16* to = (bf16*)(base + S_NEW) + (warp - G) * D;
+        if (warp < G) {
+            to = (bf16*)(base + S_Q) + warp * D;
+            *(u32*)(to + G * D + 2 * lane) = rounded(x[0] - low(one), x[1] - high(one));
+            *(u32*)(to + G * D + 64 + 2 * lane) = rounded(x[2] - low(two), x[3] - high(two));
+        } else {
+            bf16* cache = (warp == G ? a.cache_k : a.cache_v) + layer * a.stride_l + s.head * a.stride_h;
+            cache += (long long)position * D;
+            *(u32*)(cache + 2 * lane) = one, *(u32*)(cache + 64 + 2 * lane) = two;
+        }
+        *(u32*)(to + 2 * lane) = one, *(u32*)(to + 64 + 2 * lane) = two;
+    }
+
+    DEVICE void attend(Keys& keys, const Layer& w, int layer, const Span& s, int position, u32 generation) {
+        heads_of(w, layer, s, position, generation);
+        meet();
+        Four q[4];
+#pragma unroll
+        for (int i = 0; i < 4; i++) {
+            q[i] = {0, 0, 0, 0};
+            if (lane / 4 < 2 * G) q[i] = *(const Four*)((bf16*)(base + S_Q) + lane / 4 * D + i * 32 + lane % 4 * 8);
+        }
+        Seen seen = {LOWEST, 0, {}};
+        int all = s.n + s.newest;
+#pragma unroll 1
+        for (int j = 0; j < all; j += KEYS) {
+            int count = all - j < KEYS ? all - j : KEYS;
+            if (j && j < s.n) take_keys(keys);
+            if (count < KEYS || s.newest) place_new(keys, s.newest ? s.n - j : -1, count);
+            see(seen, keys, q, count, j > 0);
+        }
+        keep_seen(seen);
+        if (tid < G * D / 2) {
+            int h = tid / (D / 2), at = tid % (D / 2), head = s.head * G + h;
+            float y[2], most, sum;
+            join_warps(y, most, sum, (float*)(base + S_HEADS) + h * D + at * 2, (float*)(base + S_MOST) + h * 2, G);
+            tell(AT_PART + s.split * (HD / 2) + head * (D / 2) + at, rounded(y[0], y[1]), generation);
+            if (at == 0) tell(AT_MOST + (s.split * H + head) * 2, bits(most), generation);
+            if (at == 1) tell(AT_MOST + (s.split * H + head) * 2 + 1, bits(sum), generation);
+        }
+    }
+
+    // Two dimensions of a head from what all warps found: the weighted mean, the largest score and the sum of the weights.
+    DEVICE void join_warps(float (&y)[2], float& most, float& sum, const float* values, const float* ends, int apart) {
+        struct alignas(8) Pair { float x, y; } m[WARPS], v[WARPS];
+#pragma unroll
+        for (int i = 0; i < WARPS; i++)
+            m[i] = *(const Pair*)(ends + i * apart * 2), v[i] = *(const Pair*)(values + i * apart * D);
+        most = LOWEST, sum = 0, y[0] = y[1] = 0;
+#pragma unroll
+        for (int i = 0; i < WARPS; i++) most = m[i].x > most ? m[i].x : most;
+#pragma unroll
+        for (int i = 0; i < WARPS; i++) {
+            float share = m[i].x == LOWEST ? 0 : power(m[i].x - most);
+            sum += m[i].y * share, y[0] += v[i].x * share, y[1] += v[i].y * share;
+        }
+        float each = inverse(sum);
+        y[0] *= each, y[1] *= each;
+    }
+
+    // Four dimensions of a head from the splits that were heard: v[2 * i] their ends, v[2 * i + 1] their values.
+    template <int N>
+    DEVICE void join_splits(float (&y)[4], float& most, float& sum, u64 (&v)[2 * N][2], int n) {
+        most = LOWEST, sum = 0, y[0] = y[1] = y[2] = y[3] = 0;
+#pragma unroll
+        for (int i = 0; i < N; i++)
+            if (i < n) most = value(v[2 * i][0]) > most ? value(v[2 * i][0]) : most;
+#pragma unroll
+        for (int i = 0; i < N; i++)
+            if (i < n) {
+                float share = value(v[2 * i][1]) * power(value(v[2 * i][0]) - most);
+                u32 one = (u32)v[2 * i + 1][0], two = (u32)v[2 * i + 1][1];
+                sum += share;
+                y[0] += low(one) * share, y[1] += high(one) * share, y[2] += low(two) * share, y[3] += high(two) * share;
+            }
+    }
+
+    // Many splits: one block for each head joins them for all.
+    DEVICE void join(int head, int splits, u32 generation) {
+        u64 v[4][2] = {};
+        const u64* from[4];
+#pragma unroll
+        for (int i = 0; i < 2; i++) {
+            int split = warp + i * WARPS;
+            from[2 * i] = words(AT_MOST + (split * H + head) * 2);
+            from[2 * i + 1] = words(AT_PART + split * (HD / 2) + head * (D / 2) + lane * 2);
+        }
+        int n = warp >= splits ? 0 : warp + WARPS >= splits ? 1 : 2;
+        hear(v, from, generation, 2 * n, a, lost);
+        float y[4], most, sum;
+        join_splits<2>(y, most, sum, v, n);
+        float* ends = (float*)(base + S_JOIN_MOST) + warp * 2;
+        *(Floats*)((float*)(base + S_JOIN) + warp * D + lane * 4) = {y[0], y[1], y[2], y[3]};
+        if (lane == 0) ends[0] = most, ends[1] = sum;
+        meet();
+        if (tid < D / 2) {
+            float out[2];
+            join_warps(out, most, sum, (float*)(base + S_JOIN) + tid * 2, (float*)(base + S_JOIN_MOST), 1);
+            tell(AT_Y + head * (D / 2) + tid, rounded(out[0], out[1]), generation);
+        }
+    }
+
+    DEVICE void heads_in(int splits, u32 generation) {
+        u64 v[NHD][2];
+        const u64* from[NHD];
+#pragma unroll
+        for (int c = 0; c < NHD; c++) from[c] = words((splits > 1 ? AT_Y : AT_PART) + pair(c));
+        hear(v, from, generation, NHD, a, lost);
+#pragma unroll
+        for (int c = 0; c < NHD; c++) keep(c, (u32)v[c][0], (u32)v[c][1]);
+        meet_warp();
+    }
+};

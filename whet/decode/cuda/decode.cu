@@ -1,0 +1,187 @@
+// The choice of a token, and the order of all stages.
+
+struct Block : Attention {
+    using Attention::Attention;
+
+    struct Best {
+        float logit;
+        int token;
+        // The larger, the first of equals; NaN beats all, so that it is seen.
+        DEVICE void with(float x, int t) {
+            bool nan = logit != logit, other = x != x;
+            if ((!nan && (other || x > logit)) || (t < token && (x == logit || (nan && other)))) logit = x, token = t;
+        }
+        DEVICE void across() {
+#pragma unroll
+            for (int m = 16; m; m >>= 1) {
+                float x = swap(logit, m);
+                int t = swap(token, m);
+                with(x, t);
+            }
+        }
+    };
+
+    DEVICE void choose(Early<In>& early, int begin, int n, float square, u32 generation, float* logits) {
+        if (!AHEAD) {
+            square = total(square);
+            if (lane == 0) squares()[warp] = square;
+        }
+        Best best = {LOWEST, 0x7fffffff};
+        for (int r = 0; r < n; r += SUMS) {
+            int m = n - r < SUMS ? n - r : SUMS;
+            if (AHEAD && r == 0)
+                finish<In, Head>(early, Head::units(m), square);
+            else
+                rows<Head>(Head::units(m), 0);
+            if (tid < m) {
+                float logit = summed(tid) * scale_of_norm();
+                best.with(logit, begin + r + tid);
+                if (logits) logits[begin + r + tid] = logit;
+            }
+            again(r + SUMS < n);
+        }
+        if (warp < 2) {
+            best.across();
+            if (lane == 0) {
+                fence();  // with this word a block says that its keys and values are written
+                int at = AT_BEST + (BLOCK_ID * 2 + warp) * 2;
+                tell(at, bits(best.logit), generation);
+                tell(at + 1, (u32)best.token, generation);
+            }
+        }
+    }
+
+    DEVICE Best chosen(u32 generation) {
+        Best best = {LOWEST, 0x7fffffff};
+        constexpr int N = (2 * P + 31) / 32;
+        u64 v[N][2];
+        const u64* from[N];
+#pragma unroll
+        for (int i = 0; i < N; i++) from[i] = words(AT_BEST + (i * 32 + lane < 2 * P ? i * 32 + lane : lane) * 2);
+        hear(v, from, generation, N, a, lost);
+#pragma unroll
+        for (int i = 0; i < N; i++) best.with(value(v[i][0]), (int)(u32)v[i][1]);
+        best.across();
+        return best;
+    }
+
+    DEVICE void weights_of_norm(Two (&w)[NK], const bf16* norm) {
+#pragma unroll
+        for (int c = 0; c < NK; c++) w[c] = *(const Two*)(norm + place(c));
+    }
+
+    DEVICE void run(const Layer* layers, u64* turn_done) {
+        int b = BLOCK_ID;
+        int q0 = begins(b, NQ, 1), nq = begins(b + 1, NQ, 1) - q0, k0 = begins(b, K, 1), nk = begins(b + 1, K, 1) - k0;
+        int f0 = begins(b, F, 2), nf = begins(b + 1, F, 2) - f0, v0 = begins(b, V, 1), nv = begins(b + 1, V, 1) - v0;
+        int start = (int)*a.position, joins = P - 1 - b;
+        u32 generation = *a.generation;
+        long long token = *a.token;
+        Two w[NK];
+        weights_of_norm(w, layers[0].norm1);
+        Early<In> in;
+        take_early(in, In::units(nq));
+        for (int step = 0; step < a.steps; step++) {
+            int position = start + step;
+            Span s(position, a.least);
+            const bf16* row = a.embed + token * K;
+            float mine = tid < nk ? wide(row[k0 + tid]) : 0;
+            for (int l = 0; l < L; l++) {
+                const Layer& layer = layers[l];
+                generation++;
+                heard = anew((u64*)heard);
+                Keys keys = {};
+                if (In::WHOLE && s.n) take_keys(keys);
+                qkv(in, norm_in(AT_H, generation - 1, l == 0 ? row : nullptr, w), layer, q0, nq, generation);
+                if (!In::WHOLE && s.n) take_keys(keys);
+                if (s.takes_part) attend(keys, layer, l, s, position, generation);
+                if (s.splits > 1 && joins < H) join(joins, s.splits, generation);
+                weights_of_norm(w, layer.norm2);
+                Early<Out> out;
+                Early<Up> up;
+                Early<Down> down;
+                take_early(out, Out::units(nk));
+                if (Out::WHOLE) take_early(up, Up::units(nf));
+                heads_in(s.splits, generation);
+                add(out, AT_MID, k0, nk, mine, generation);
+                if (!Out::WHOLE) take_early(up, Up::units(nf));
+                if (Up::WHOLE) take_early(down, Down::units(nk));
+                heard = anew((u64*)heard);
+                gate_up(up, norm_in(AT_MID, generation, nullptr, w), f0, nf, generation);
+                weights_of_norm(w, l + 1 < L ? layers[l + 1].norm1 : a.norm);
+                if (!Up::WHOLE) take_early(down, Down::units(nk));
+                if (Down::WHOLE && (AHEAD || l + 1 < L)) take_early(in, In::units(nq));
+                act_in(generation);
+                add(down, AT_H, k0, nk, mine, generation);
+                if (!Down::WHOLE && l + 1 < L) take_early(in, In::units(nq));
+            }
+            float square = norm_in(AT_H, generation, nullptr, w);
+            generation++;
+            choose(in, v0, nv, square, generation, a.logits ? a.logits + (long long)step * V : nullptr);
+            weights_of_norm(w, layers[0].norm1);
+            if (AHEAD || step + 1 < a.steps) take_early(in, In::units(nq));
+            Best best = chosen(generation);
+            token = best.token < V ? best.token : 0;
+            fence();
+            if (lane == 0) arrive(turn_done);
+            if (b == 0 && tid == 0) a.emitted[step] = token, a.logit[step] = best.logit;
+        }
+        if (b == 0 && tid == 0) *a.token = token, *a.position = start + a.steps, *a.generation = generation;
+    }
+};
+
+DEVICE void stream(Ring ring, const Args& a, const Layer* layers, u64* turn) {
+    Stream to(ring);
+    int b = BLOCK_ID;
+    int q0 = begins(b, NQ, 1), q1 = begins(b + 1, NQ, 1), k0 = begins(b, K, 1), k1 = begins(b + 1, K, 1);
+    int f0 = begins(b, F, 2), f1 = begins(b + 1, F, 2), v0 = begins(b, V, 1), v1 = begins(b + 1, V, 1);
+    int start = (int)*a.position;
+    for (int step = 0; step <= a.steps; step++) {
+        Span s(start + step, a.least);
+        if (step == a.steps && !Block::AHEAD) break;
+        for (int l = 0; l <= (step < a.steps ? L : 0); l++) {
+            const Layer& w = layers[l < L ? l : 0];
+            for (int stage = 0; stage < (l < L && step < a.steps ? 4 : 1); stage++) {
+                if (l == L)
+                    to.rows(a.head, K, v0, v1 - v0, 0);
+                else
+                    to.rows(stage == 0 ? w.qkv : stage == 1 ? w.o : stage == 2 ? w.gate_up : w.down,
+                            stage == 1 ? HD : stage == 3 ? F : K, stage == 0 ? q0 : stage == 2 ? f0 : k0,
+                            stage == 0 ? q1 - q0 : stage == 2 ? f1 - f0 : k1 - k0, stage == 2 ? F : 0);
+                if (stage || l == L || !s.takes_part || step == a.steps) continue;
+                if (l == 0 && step > 0 && s.newest) {  // the last of these keys were written in the step before
+                    await(turn, (step - 1) & 1);
+                    see_writes();
+                }
+                long long at = l * a.stride_l + s.head * a.stride_h + (long long)s.first * D;
+                to.keys(a.cache_k + at, a.cache_v + at, s.n);
+            }
+        }
+    }
+}
+
+#ifndef ON_CPU
+extern "C" __global__ void __launch_bounds__(THREADS, 1) decode(const __grid_constant__ Args a) {
+#else
+void decode(const Args& a, unsigned char* shared) {
+#endif
+    u64* bars = (u64*)(shared + S_BARS);
+    Layer* layers = (Layer*)(shared + S_LAYERS);
+    Ring ring = {shared + S_RING, bars, bars + STAGES, 0, 0};
+    u64* turn = bars + 2 * STAGES;
+    int tid = WARP_ID * 32 + LANE;
+    if (tid == 0) {
+        for (int i = 0; i < STAGES; i++) set_up(&ring.full[i], 1), set_up(&ring.empty[i], WARPS);
+        set_up(turn, WARPS);
+        settle();
+    }
+    for (int i = tid; i < L * (int)(sizeof(Layer) / 8); i += THREADS) ((u64*)layers)[i] = ((const u64*)a.layers)[i];
+    meet_all();
+    if (WARP_ID >= WARPS) {
+        give_registers();
+        if (WARP_ID == WARPS) stream(ring, a, layers, turn);
+    } else {
+        take_registers();
+        Block(a, shared, ring).run(layers, turn);
+    }
+}

@@ -1,0 +1,116 @@
+// What a GPU does that C++ has no word for, and the ring through which a block gets its weights.
+
+#ifndef ON_CPU
+#define DEVICE __device__ __forceinline__
+#define WARP_ID (threadIdx.x / 32)
+#define LANE (threadIdx.x % 32)
+#define BLOCK_ID (blockIdx.x)
+
+extern __shared__ __align__(128) unsigned char shared[];
+extern "C" __constant__ const int SHARED_BYTES = S_RING + STAGES * UNIT;
+extern "C" __constant__ const int WORDS = N_WORDS;
+
+DEVICE u32 address(const void* p) { return (u32)__cvta_generic_to_shared(p); }
+
+DEVICE void peek(u64 (&v)[2], const u64* p) {
+    asm volatile("ld.relaxed.gpu.global.v2.b64 {%0, %1}, [%2];" : "=l"(v[0]), "=l"(v[1]) : "l"(p) : "memory");
+}
+DEVICE void post(u64* p, u64 v) { asm volatile("st.relaxed.gpu.global.b64 [%0], %1;" ::"l"(p), "l"(v) : "memory"); }
+
+DEVICE void set_up(u64* bar, int count) { asm volatile("mbarrier.init.shared.b64 [%0], %1;" ::"r"(address(bar)), "r"(count)); }
+DEVICE void settle() { asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory"); }
+DEVICE void arrive(u64* bar) { asm volatile("mbarrier.arrive.shared.b64 _, [%0];" ::"r"(address(bar)) : "memory"); }
+DEVICE void expect(u64* bar, int bytes) {
+    asm volatile("mbarrier.arrive.expect_tx.shared.b64 _, [%0], %1;" ::"r"(address(bar)), "r"(bytes) : "memory");
+}
+DEVICE void await(u64* bar, u32 parity) {
+    asm volatile(
+        "{\n.reg .pred p;\nagain:\nmbarrier.try_wait.parity.shared.b64 p, [%0], %1;\n@p bra done;\nbra again;\ndone:\n}"
+        ::"r"(address(bar)), "r"(parity) : "memory");
+}
+DEVICE void fetch(void* to, const void* from, int bytes, u64* bar) {
+    asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];"
+                 ::"r"(address(to)), "l"(from), "r"(bytes), "r"(address(bar)) : "memory");
+}
+DEVICE void see_writes() { asm volatile("fence.proxy.async;" ::: "memory"); }
+
+DEVICE void mma(float (&c)[4], u32 a0, u32 a1, u32 a2, u32 a3, u32 b0, u32 b1) {
+    asm("mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, {%0, %1, %2, %3};"
+        : "+f"(c[0]), "+f"(c[1]), "+f"(c[2]), "+f"(c[3]) : "r"(a0), "r"(a1), "r"(a2), "r"(a3), "r"(b0), "r"(b1));
+}
+DEVICE void mma8(float (&c)[4], u32 a0, u32 a1, u32 b) {  // the first 8 of 16 columns
+    asm("mma.sync.aligned.m16n8k8.row.col.f32.bf16.bf16.f32 {%0, %1, %2, %3}, {%4, %5}, {%6}, {%0, %1, %2, %3};"
+        : "+f"(c[0]), "+f"(c[1]), "+f"(c[2]), "+f"(c[3]) : "r"(a0), "r"(a1), "r"(b));
+}
+DEVICE void load(u32 (&a)[4], const void* row) {  // four matrices of 8 rows of 16 bytes, a row from each lane
+    asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0, %1, %2, %3}, [%4];"
+                 : "=r"(a[0]), "=r"(a[1]), "=r"(a[2]), "=r"(a[3]) : "r"(address(row)) : "memory");
+}
+DEVICE u32 rounded(float low, float high) {
+    u32 both;
+    asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(both) : "f"(high), "f"(low));
+    return both;
+}
+DEVICE float power(float x) {
+    float y;
+    asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
+    return y;
+}
+DEVICE float swap(float x, int mask) { return __shfl_xor_sync(0xffffffffu, x, mask); }
+DEVICE int swap(int x, int mask) { return __shfl_xor_sync(0xffffffffu, x, mask); }
+DEVICE void meet_warp() { __syncwarp(); }
+DEVICE void meet() { asm volatile("bar.sync 1, 256;" ::: "memory"); }
+DEVICE void meet_all() { __syncthreads(); }
+DEVICE void fence() { __threadfence(); }
+DEVICE void take_registers() { asm volatile("setmaxnreg.inc.sync.aligned.u32 232;"); }  // from the four warps of the stream
+DEVICE void give_registers() { asm volatile("setmaxnreg.dec.sync.aligned.u32 40;"); }
+DEVICE u64* anew(u64* p) {  // addresses made of it are made here, not once for all: they would fill the registers
+    asm volatile("" : "+l"(p));
+    return p;
+}
+DEVICE float bits(u32 x) { return __uint_as_float(x); }
+DEVICE u32 bits(float x) { return __float_as_uint(x); }
+DEVICE float root(float x) { return rsqrtf(x); }
+DEVICE float inverse(float x) { return __fdividef(1.0f, x); }
+#endif
+
+#define LOWEST bits(0xff800000u)  // minus infinity
+
+struct alignas(16) Four { u32 x, y, z, w; };
+struct alignas(16) Floats { float x, y, z, w; };
+struct alignas(8) Two { u32 x, y; };
+
+DEVICE float low(u32 both) { return bits(both << 16); }
+DEVICE float high(u32 both) { return bits(both & 0xffff0000u); }
+DEVICE float wide(bf16 x) { return bits((u32)x << 16); }
+DEVICE u64 word(u32 value, u32 generation) { return (u64)generation << 32 | value; }
+DEVICE float value(u64 w) { return bits((u32)w); }
+DEVICE int begins(int block, int n, int step) { return (int)((long long)block * (n / step) / P) * step; }
+
+// A consumer's or the producer's place in the ring.
+struct Ring {
+    unsigned char* units;
+    u64 *full, *empty;
+    int slot;
+    u32 phase;
+    DEVICE void step() { slot = slot + 1 == STAGES ? (phase ^= 1, 0) : slot + 1; }
+};
+
+// Reads N pairs of words until all have the generation.
+template <int N>
+DEVICE void hear(u64 (&v)[N][2], const u64* const (&at)[N], u32 generation, int n, const Args& a, bool& lost) {
+    for (int polls = 0;; polls++) {
+        bool all = true;
+#pragma unroll
+        for (int i = 0; i < N; i++)
+            if (i < n) peek(v[i], at[i]);
+#pragma unroll
+        for (int i = 0; i < N; i++)
+            if (i < n) all &= (u32)(v[i][0] >> 32) == generation && (u32)(v[i][1] >> 32) == generation;
+        if (all || lost) return;
+        if (polls > a.patience) {
+            lost = true;
+            *a.failed = 1;
+        }
+    }
+}

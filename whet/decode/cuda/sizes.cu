@@ -1,0 +1,65 @@
+// Greedy tokens of one sequence in one kernel: a block on each multiprocessor, resident from the first token to the last.
+//
+// Weights   Every block owns the same rows of every matrix for good. One warp streams them (and the cache's old keys and
+//           values) through a ring in shared memory, in the order they are used, and never waits for a result: while the
+//           others wait for x, the weights of the next stages arrive.
+// Products  Eight warps share a block's rows, each a slice of every row: tensor cores, x as two bf16 columns (what bf16
+//           keeps of it, and what that leaves), sums in float32.
+// Results   There is no grid barrier. A number travels with its generation in one 8-byte word: whoever needs it reads the
+//           word until the generation is right. A word is written again only after all blocks were heard from since.
+// Never     A wait that lasts longer than `patience` polls gives up, and all waits after it: the kernel ends, `failed` says so.
+//
+// Sizes come as macros: P blocks; L layers, K hidden, H and KV heads of 128, F, V; QK_NORM, QKV_BIAS; LIMIT bytes of shared
+// memory. K, H * 128 and F are multiples of 1024.
+
+typedef unsigned long long u64;
+typedef unsigned int u32;
+typedef unsigned short bf16;
+
+constexpr int D = 128, G = H / KV, NQ = (H + 2 * KV) * D, HD = H * D;
+constexpr int WARPS = 8, THREADS = (WARPS + 4) * 32;              // that compute; of a block: four more warps, one streams
+constexpr int CH = 1024, SLICE = CH / WARPS;                      // columns of a chunk; a warp's share of them
+constexpr int NK = K / CH, NHD = HD / CH, NF = F / CH;            // chunks of a row
+constexpr int NX = NK > NHD ? (NK > NF ? NK : NF) : (NHD > NF ? NHD : NF);
+constexpr int KEYS = 64, PAIR = 2 * D * 2 + 32;                   // keys, or values, of a unit; two of them, in other banks
+constexpr int PITCH = CH * 2 + 16;                                // a row of a chunk, in other banks than the next
+constexpr int UNIT = 8 * PITCH > KEYS / 2 * PAIR ? 8 * PITCH : KEYS / 2 * PAIR;  // eight rows
+constexpr int SPLITS = P / KV < 2 * WARPS ? P / KV : 2 * WARPS;   // of a sequence at most
+constexpr int COPIES = 4;                                         // of a word: fewer blocks read the same one
+constexpr int FLYING = 4;                                         // units on their way at most
+constexpr int TILES = 4, SUMS = 16 * TILES;                       // tiles of 16 rows whose sums are exchanged at once
+
+struct Layer { const bf16 *norm1, *qkv, *qkv_bias, *q_norm, *k_norm, *o, *norm2, *gate_up, *down; };
+
+struct Args {
+    const Layer* layers;
+    const bf16 *embed, *norm, *head;
+    const float *cosine, *sine;                // (positions, D / 2)
+    bf16 *cache_k, *cache_v;                   // one sequence: (L, KV, S, D)
+    u64* words;                                // WORDS of them, zeros at first
+    long long *token, *position, *emitted;     // read, then moved on by `steps`
+    float *logit, *logits;                     // of the tokens chosen; of all tokens (steps, V), or null
+    u32 *generation, *failed;
+    long long stride_l, stride_h;              // of the cache, in elements
+    int steps, least, patience;                // least: old keys that are not worth a split
+    float scale, eps;                          // scale: D^-0.5 * log2(e)
+};
+
+// Words: where each kind of result lies.
+constexpr int AT_H = 0, AT_MID = AT_H + K, AT_QKV = AT_MID + K, AT_PART = AT_QKV + NQ, AT_MOST = AT_PART + SPLITS * HD / 2;
+constexpr int AT_Y = AT_MOST + SPLITS * H * 2, AT_ACT = AT_Y + HD / 2, AT_BEST = AT_ACT + F / 2;
+constexpr int A_COPY = (AT_BEST + P * 4 + 15) / 16 * 16, N_WORDS = COPIES * A_COPY;
+
+// Shared memory.
+constexpr int S_X = 0, X_BYTES = (NX + NK) * SLICE * 2, S_PART = S_X + WARPS * X_BYTES;
+constexpr int S_SQUARE = S_PART + 2 * WARPS * SUMS * 4, S_HEADS = S_SQUARE + 2 * WARPS * 4;
+constexpr int S_MOST = S_HEADS + WARPS * G * D * 4, S_JOIN = S_MOST + WARPS * G * 8, S_JOIN_MOST = S_JOIN + WARPS * D * 4, S_Q = S_JOIN_MOST + WARPS * 8;
+constexpr int S_NEW = S_Q + 2 * G * D * 2, S_LAYERS = S_NEW + 2 * D * 2, S_BARS = S_LAYERS + L * (int)sizeof(Layer);
+constexpr int MOST_STAGES = 32, S_RING = (S_BARS + (2 * MOST_STAGES + 1) * 8 + 127) / 128 * 128;
+constexpr int ROOM = (LIMIT - S_RING) / UNIT, STAGES = ROOM < MOST_STAGES ? ROOM : MOST_STAGES;
+
+static_assert(K % CH == 0 && HD % CH == 0 && F % CH == 0, "sizes must be multiples of 1024");
+static_assert((G == 1 || G == 2 || G == 4) && G * KV == H && P >= H && SPLITS >= 1, "1, 2 or 4 query heads a key head");
+static_assert(SLICE == D, "a warp's slice must be a head");
+static_assert((K + P - 1) / P <= SUMS && STAGES > FLYING, "more multiprocessors or shared memory are needed");
+static_assert(NQ >= P && K >= P && F >= 2 * P && V >= P, "every block must have a row of every matrix: it is heard from so");

@@ -1,0 +1,141 @@
+"""Greedy tokens of one sequence in one persistent kernel (cuda/*.cu): no launch, no grid barrier between its stages.
+
+It takes a model of the family in bfloat16 whose sizes fit, on a GPU with bulk copies (sm_90 and later); unfit() says why
+another does not fit, and the runner's graph decodes it. It is compiled once for each model's sizes, by NVRTC.
+"""
+
+import ctypes
+import logging
+from pathlib import Path
+
+import torch
+
+from whet.decode import nvrtc
+from whet.models.qwen3 import Qwen3
+
+PARTS = ("sizes", "device", "stream", "products", "attention", "decode")  # of the source, one after the other
+THREADS = 12 * 32
+LEAST = 192  # old keys up to which one block reads a head alone; measured at 128: 64 and 96 are slower or no faster
+MEASURED = ((9, 0),)  # compute capabilities on which it beat the graph: records/
+PATIENCE = 1 << 22  # polls: seconds, where a wait is of microseconds
+POINTERS = (
+    "layers", "embed", "norm", "head", "cosine", "sine", "cache_k", "cache_v", "words", "token", "position", "emitted",
+    "logit", "logits", "generation", "failed",
+)
+
+
+log = logging.getLogger(__name__)
+
+
+def source() -> str:
+    return "\n".join(Path(__file__).with_name("cuda").joinpath(f"{part}.cu").read_text() for part in PARTS)
+
+
+class Args(ctypes.Structure):
+    """sizes.cu's Args."""
+
+    _fields_ = [
+        *((name, ctypes.c_void_p) for name in POINTERS), ("stride_l", ctypes.c_longlong), ("stride_h", ctypes.c_longlong),
+        ("steps", ctypes.c_int), ("least", ctypes.c_int), ("patience", ctypes.c_int),
+        ("scale", ctypes.c_float), ("eps", ctypes.c_float),
+    ]
+
+
+def sizes_of(model: Qwen3, blocks: int, shared: int) -> dict[str, int]:
+    c = model.c
+    return dict(
+        P=blocks, L=c.layers, K=c.hidden, H=c.heads, KV=c.kv_heads, F=c.ffn, V=c.vocab, QK_NORM=int(c.qk_norm),
+        QKV_BIAS=int(c.qkv_bias), LIMIT=shared,
+    )
+
+
+def unfit(model: Qwen3) -> str | None:
+    """Why a model cannot be decoded so, whatever the GPU; None where it can."""
+    c = model.c
+    if model.embed.dtype != torch.bfloat16:
+        return f"the dtype must be bfloat16, got {str(model.embed.dtype).removeprefix('torch.')}"
+    if any(layer.qkv.scale is not None for layer in model.layers) or model.head.scale is not None:
+        return "the weights must not be quantised"
+    if c.window is not None or c.o_bias:
+        return "a sliding window or a bias of the output projection is not built in"
+    if c.head_dim != 128 or c.heads not in (c.kv_heads, 2 * c.kv_heads, 4 * c.kv_heads):
+        return f"heads must be of 128, and 1, 2 or 4 to a key head, got {c.heads} of {c.head_dim} on {c.kv_heads}"
+    if wrong := [f"{n} {v}" for n, v in (("hidden", c.hidden), ("heads", c.heads * 128), ("ffn", c.ffn)) if v % 1024]:
+        return f"hidden, heads * head_dim and ffn must be multiples of 1024, got {wrong[0]}"
+    return None
+
+
+def layer_table(model: Qwen3) -> torch.Tensor:
+    """(layers, 9) pointers, as sizes.cu's Layer has them."""
+    def pointer(t: torch.Tensor | None) -> int:
+        return 0 if t is None else t.data_ptr()
+
+    return torch.tensor([
+        [pointer(t) for t in (
+            y.norm1, y.qkv.data, y.qkv_bias, y.q_norm, y.k_norm, y.o.data, y.norm2, y.gate_up.data, y.down.data,
+        )] for y in model.layers
+    ])
+
+
+def arguments(model: Qwen3, held: dict[str, torch.Tensor], steps: int, least: int, patience: int) -> Args:
+    """held: the tensors named in POINTERS that are no weights, logits where all are wanted; caches (layers, KV, S, D)."""
+    c, k = model.c, held["cache_k"]
+    given = dict(embed=model.embed, norm=model.norm, head=model.head.data, cosine=model.cos, sine=model.sin) | held
+    pointers = {name: given[name].data_ptr() if name in given else None for name in POINTERS}
+    return Args(
+        **pointers, stride_l=k.stride(0), stride_h=k.stride(1), steps=steps, least=least, patience=patience,
+        scale=c.head_dim**-0.5 * 1.4426950408889634, eps=c.eps,
+    )
+
+
+class Persistent:
+    """The kernel for one model on its device, with the words that its blocks exchange.
+
+    failed   1 once a block has given up waiting for another; what was chosen since means nothing
+    """
+
+    def __init__(self, model: Qwen3):
+        self.model, device = model, model.embed.device
+        if why := unfit(model) or unable(device):
+            raise ValueError(f"the persistent kernel does not fit: {why}")
+        with torch.cuda.device(device):
+            props = torch.cuda.get_device_properties(device)
+            self.blocks = props.multi_processor_count
+            sizes = sizes_of(model, self.blocks, nvrtc.most_shared(device))
+            self.kernel = nvrtc.Kernel(nvrtc.cached(source(), f"sm_{props.major}{props.minor}a", sizes), "decode")
+            self.shared = self.kernel.constant("SHARED_BYTES")
+            self.kernel.reserve(self.shared)
+            self.layers = layer_table(model).to(device)
+            self.words = torch.zeros(self.kernel.constant("WORDS"), dtype=torch.int64, device=device)
+            self.generation, self.failed = (torch.zeros(1, dtype=torch.int32, device=device) for _ in range(2))
+
+    def steps(self, n: int, cache: list[torch.Tensor], token, position, emitted, logit, logits=None) -> None:
+        """n tokens of one sequence, enqueued. cache: keys and values (layers, KV, S, D); position and token move on by n."""
+        held = dict(
+            layers=self.layers, cache_k=cache[0], cache_v=cache[1], words=self.words, token=token, position=position,
+            emitted=emitted, logit=logit, generation=self.generation, failed=self.failed,
+        )
+        args = arguments(self.model, held if logits is None else held | {"logits": logits}, n, LEAST, PATIENCE)
+        self.kernel.launch(self.blocks, THREADS, self.shared, args)
+
+
+def unable(device: torch.device) -> str | None:
+    """Why a GPU cannot run it; None where it can."""
+    if device.type != "cuda" or torch.version.hip:
+        return f"it is CUDA, got {device}"
+    major, minor = torch.cuda.get_device_capability(device)
+    return None if major >= 9 else f"it needs bulk copies, sm_90 or later, got sm_{major}{minor}"
+
+
+def kernel_for(model: Qwen3, path: str) -> Persistent | None:
+    """The kernel where it is wanted and fits. auto: on the GPUs where it was measured faster than the graph."""
+    device = model.embed.device
+    if path == "persistent":
+        return Persistent(model)
+    if path != "auto" or device.type != "cuda" or torch.cuda.get_device_capability(device) not in MEASURED or unfit(model):
+        return None
+    try:
+        return Persistent(model)
+    except (ValueError, RuntimeError) as e:
+        log.warning("one sequence is decoded by a graph: %s", e)
+        return None
