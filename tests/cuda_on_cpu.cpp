@@ -5,6 +5,7 @@
 #include <cstdint>
 #include <cstdlib>
 #include <cstring>
+#include <algorithm>
 #include <deque>
 #include <memory>
 #include <random>
@@ -94,7 +95,7 @@ static void fetch(void* to, const void* from, int bytes, unsigned long long* bar
     memset(to, 0xff, bytes);  // whoever still reads there reads NaN
     copies.push_back({to, from, bytes, bar});
 }
-static void see_writes() {}
+static void between_proxies() {}
 static unsigned long long* anew(unsigned long long* p) { return p; }
 static void take_registers() {}
 static void give_registers() {}
@@ -185,13 +186,21 @@ extern "C" int launch(const Args* args, int seed, int silent) {
             ready.push_back(f);
         }
     }
-    size_t left = fibers.size();
+    size_t left = fibers.size(), turn = 0;
     static ucontext_t dummy;
     while (left) {
         while (!copies.empty() && (ready.empty() || dice() % 64 == 0)) land();
         if (ready.empty()) return 1;
+        size_t i = seed ? dice() % std::min<size_t>(ready.size(), 1 + dice() % 4096) : 0;  // any order will do
+        std::swap(ready[i], ready.front());
         now = ready.front();
         ready.pop_front();
+        if (seed && (now->block * 12 + now->warp + turn / 50000) % 7 == 0 && dice() % 64) {  // some warps fall behind for a while
+            ready.push_back(now);
+            turn++;
+            continue;
+        }
+        turn++;
         if (!_setjmp(back)) {
             if (now->started) _longjmp(now->at, 1);
             now->started = true;

@@ -22,7 +22,7 @@ from whet.ops._chain import chained
 from whet.ops._note import note
 
 RING = 64  # tokens of each row that a burst can choose at most
-PATHS = ("auto", "graph", "persistent")  # how one sequence is decoded greedily: auto takes the persistent kernel where it fits
+PATHS = ("auto", "graph", "persistent")  # how one sequence is decoded greedily
 
 
 def mode_of(sampling: Sampling) -> str:
@@ -70,7 +70,7 @@ class Runner:
     def __init__(self, model: Any, cache: Cache, rows: int, path: str = "auto"):
         if path not in PATHS:
             raise ValueError(f"path must be one of {', '.join(PATHS)}, got {path!r}")
-        self.model, self.cache, self.rows = model, cache, rows
+        self.model, self.cache, self.rows, self.path = model, cache, rows, path
         self.device = cache.device
         self.capture: Callable | None = measure.Graph if self.device.type == "cuda" else None
         self.token, self.top_k, self.seed = (self._zeros(rows) for _ in range(3))
@@ -135,7 +135,7 @@ class Runner:
         """n steps of the first `rows` rows, none of which passes `context` tokens."""
         if n > RING:
             raise ValueError(f"steps: n must be at most {RING}, got {n}")
-        if self.alone(rows, mode):
+        if self.alone(rows, context, mode):
             return self.persistent_steps(n)
         with self.here():
             self.cursor.zero_()  # before a capture too: its warm-up writes there
@@ -145,9 +145,10 @@ class Runner:
                 run()
             return self.sent(self.emitted[:rows, :n], self.logit[:rows, :n] if mode == "greedy" else None, begin)
 
-    def alone(self, rows: int, mode: str) -> bool:
-        """Whether the persistent kernel decodes these."""
-        return self.persistent is not None and rows == 1 and mode == "greedy"
+    def alone(self, rows: int, context: int, mode: str) -> bool:
+        """Whether the persistent kernel decodes these. It is slower than the graph at long contexts."""
+        fits = self.persistent is not None and rows == 1 and mode == "greedy"
+        return fits and (self.path == "persistent" or context <= persistent.LONGEST)
 
     def persistent_steps(self, n: int, logits: torch.Tensor | None = None) -> Burst:
         """n tokens of row 0 in one launch; it must be live. logits (n, V): where all of them go."""
@@ -163,7 +164,7 @@ class Runner:
 
     def ready(self, key: tuple) -> bool:
         """Whether a burst can be enqueued at once; capturing its graph would make the host wait for all that is under way."""
-        return self.capture is None or key in self.graphs or (key[0] == "step" and self.alone(key[1], key[3]))
+        return self.capture is None or key in self.graphs or (key[0] == "step" and self.alone(*key[1:]))
 
     def graph(self, key: tuple, run: Callable) -> Callable:
         """The run, captured where there is a GPU. Its warm-up is undone: with no pace it stays at one place."""

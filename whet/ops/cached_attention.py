@@ -8,16 +8,18 @@ from whet.library import Forward
 from whet.op import Cost, Impl, Op, error, floating, lay, layout_of, nbytes, same_device
 from whet.ops._attend import _attend_kernel, _join_kernel
 from whet.ops._chain import chain
+from whet.ops._gemv import few
 from whet.ops._rows import KERNEL_DTYPES
 from whet.ops.attention.common import LOG2E
 
 SPAN = 64  # keys taken at a time, one after another within a chunk
-WHOLE = 4  # spans that one program takes alone where there are more sequences than FEW: nothing is left to join
+WHOLE = 4  # spans that one program takes alone where there are more than a few sequences: nothing is left to join
 PROGRAMS = 2  # an SM's share of programs, where there are spans enough: a sequence is cut into that many chunks
-FEW, MANY = 3, 8  # sequences up to which each has the bits it would have alone; from which on each is cut into fewer chunks
+MANY = 8  # sequences from which on each is cut into fewer chunks
 LONG = 8192  # tokens from which on the loop over spans is pipelined
 GATHER = 64  # chunks whose results are joined at a time
 MOST = 8  # new tokens of a sequence in one call
+
 
 def reference(qkv, k_cache, v_cache, positions, cos, sin, q_norm=None, k_norm=None, window=0, context=0, eps=1e-6):
     """qkv (B, T, (H + 2 KV) D): T new tokens of each of B sequences, at positions[b] onward.  Keys and values go into the
@@ -124,7 +126,7 @@ def launch(qkv, k_cache, v_cache, positions, cos, sin, q_norm, k_norm, window, c
     context = context or S
     chunks = max(1, PROGRAMS * machine.sm_count() // (KV * (B if B > MANY else 1)))
     spans = triton.cdiv(context, SPAN)
-    whole, wide = WHOLE if B > FEW else 1, qkv.dtype == torch.float32
+    whole, wide = WHOLE if few() < B else 1, qkv.dtype == torch.float32
     splits = 1 if spans <= whole else min(chunks, spans)
     acc, most, total = out, out, out
     if splits > 1:
@@ -136,7 +138,7 @@ def launch(qkv, k_cache, v_cache, positions, cos, sin, q_norm, k_norm, window, c
         qkv, k_cache, v_cache, positions, cos, sin, q_norm, k_norm, acc, most, total,
         *qkv.stride()[:2], *k_cache.stride()[:3], *v_cache.stride()[:3], S, context, window or None, LOG2E * D**-0.5, eps,
         KV=KV, BLOCK_R=max(16, triton.next_power_of_2(MOST * H // KV)),
-        **plan(B, T, context, splits == 1 and FEW < B <= MANY and not wide, wide), **how,
+        **plan(B, T, context, splits == 1 and few() < B <= MANY and not wide, wide), **how,
     )
     if splits > 1:
         _join_kernel[(B * T * H,)](acc, most, total, positions, out, context, GATHER=GATHER, num_warps=4, **how)

@@ -22,6 +22,7 @@ struct Block : Attention {
     };
 
     DEVICE void choose(Early<In>& early, int begin, int n, float square, u32 generation, float* logits) {
+        between_proxies();  // this step's keys and values: whoever wrote some says so before its block tells its choice
         if (!AHEAD) {
             square = total(square);
             if (lane == 0) squares()[warp] = square;
@@ -123,6 +124,7 @@ struct Block : Attention {
             Best best = chosen(generation);
             token = best.token < V ? best.token : 0;
             fence();
+            meet_warp();
             if (lane == 0) arrive(turn_done);
             if (b == 0 && tid == 0) a.emitted[step] = token, a.logit[step] = best.logit;
         }
@@ -151,7 +153,7 @@ DEVICE void stream(Ring ring, const Args& a, const Layer* layers, u64* turn) {
                 if (stage || l == L || !s.takes_part || step == a.steps) continue;
                 if (l == 0 && step > 0 && s.newest) {  // the last of these keys were written in the step before
                     await(turn, (step - 1) & 1);
-                    see_writes();
+                    between_proxies();
                 }
                 long long at = l * a.stride_l + s.head * a.stride_h + (long long)s.first * D;
                 to.keys(a.cache_k + at, a.cache_v + at, s.n);

@@ -32,7 +32,7 @@ DEVICE void fetch(void* to, const void* from, int bytes, u64* bar) {
     asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];"
                  ::"r"(address(to)), "l"(from), "r"(bytes), "r"(address(bar)) : "memory");
 }
-DEVICE void see_writes() { asm volatile("fence.proxy.async;" ::: "memory"); }
+DEVICE void between_proxies() { asm volatile("fence.proxy.async;" ::: "memory"); }  // plain accesses, and those of fetch
 
 DEVICE void mma(float (&c)[4], u32 a0, u32 a1, u32 a2, u32 a3, u32 b0, u32 b1) {
     asm("mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, {%0, %1, %2, %3};"
@@ -107,10 +107,11 @@ DEVICE void hear(u64 (&v)[N][2], const u64* const (&at)[N], u32 generation, int 
 #pragma unroll
         for (int i = 0; i < N; i++)
             if (i < n) all &= (u32)(v[i][0] >> 32) == generation && (u32)(v[i][1] >> 32) == generation;
-        if (all || lost) return;
+        if (all || lost) break;
         if (polls > a.patience) {
             lost = true;
             *a.failed = 1;
         }
     }
+    meet_warp();
 }

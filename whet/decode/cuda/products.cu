@@ -217,8 +217,10 @@ struct Products {
     using Up = Stage<NK, F, 2, true, true>;
     using Down = Stage<NF, K, 1, false, false>;
     using Head = Stage<NK, V, 1, false, true>;
-    static constexpr bool AHEAD = In::SAME && Down::WHOLE && !Head::WHOLE && V / P >= 16 * In::N;  // of the head's rows the
-    // first are taken as the next layer's would be; and those of a token after the last, so that all steps are alike
+    // Of the head's rows the first are taken as the next layer's would be; and those of a token after the last, so that all
+    // steps are alike.
+    static constexpr bool FULL = (In::MOST + 7) / 8 == 2 * In::N;  // whole tiles
+    static constexpr bool AHEAD = In::SAME && FULL && Down::WHOLE && !Head::WHOLE && V / P >= 16 * In::N;
 
     // Whether there are rows behind the first `r`; a stage that is whole needs no loop.
     template <class S>
