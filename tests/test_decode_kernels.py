@@ -7,8 +7,8 @@ import torch
 from conftest import case_id
 
 from whet import machine
+from whet.decode.note import note
 from whet.op import discover
-from whet.ops._note import note
 from whet.verify import verify_case
 
 OPS = discover()

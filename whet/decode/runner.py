@@ -17,9 +17,9 @@ from whet import measure
 from whet.decode import persistent
 from whet.decode.cache import BLOCK, Cache, power_of_two
 from whet.decode.chunks import Chunks
+from whet.decode.note import note
 from whet.decode.sampling import Sampling, sample
 from whet.ops._chain import chained
-from whet.ops._note import note
 
 RING = 64  # tokens of each row that a burst can choose at most
 PATHS = ("auto", "graph", "persistent")  # how one sequence is decoded greedily
