@@ -112,6 +112,8 @@ class Persistent:
 
     def steps(self, n: int, cache: list[torch.Tensor], token, position, emitted, logit, logits=None) -> None:
         """n tokens of one sequence, enqueued. cache: keys and values (layers, KV, S, D); position and token move on by n."""
+        if n < 1:
+            raise ValueError(f"the persistent kernel decodes at least one token, got {n}")
         held = dict(
             layers=self.layers, cache_k=cache[0], cache_v=cache[1], words=self.words, token=token, position=position,
             emitted=emitted, logit=logit, generation=self.generation, failed=self.failed,

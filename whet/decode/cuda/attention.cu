@@ -30,11 +30,11 @@ struct Attention : Products {
         const unsigned char* from = unit() + (warp * 4 + lane / 8) * PAIR + lane / 4 % 2 * (D * 2) + lane % 4 * 16;
 #pragma unroll
         for (int i = 0; i < 4; i++) keys.k[i] = *(const Four*)(from + i * 64);
-        release();
+        release(1);
         from = unit() + (warp * 4 + lane % 4) * PAIR + lane / 4 * 16;
 #pragma unroll
         for (int i = 0; i < 4; i++) keys.v[i / 2][i % 2] = *(const Four*)(from + i / 2 * (D * 2) + i % 2 * D);
-        release();
+        release(1);
     }
 
     // The new key in its place behind the old ones, and nothing behind it.
@@ -162,6 +162,7 @@ struct Attention : Products {
             if (at == 0) tell(AT_MOST + (s.split * H + head) * 2, bits(most), generation);
             if (at == 1) tell(AT_MOST + (s.split * H + head) * 2 + 1, bits(sum), generation);
         }
+        if (s.newest && (warp == G || warp == G + 1)) between_proxies();  // these wrote a key and a value
     }
 
     // Two dimensions of a head from what all warps found: the weighted mean, the largest score and the sum of the weights.

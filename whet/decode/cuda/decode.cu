@@ -22,7 +22,6 @@ struct Block : Attention {
     };
 
     DEVICE void choose(Early<In>& early, int begin, int n, float square, u32 generation, float* logits) {
-        between_proxies();  // this step's keys and values: whoever wrote some says so before its block tells its choice
         if (!AHEAD) {
             square = total(square);
             if (lane == 0) squares()[warp] = square;
@@ -144,6 +143,7 @@ DEVICE void stream(Ring ring, const Args& a, const Layer* layers, u64* turn) {
         for (int l = 0; l <= (step < a.steps ? L : 0); l++) {
             const Layer& w = layers[l < L ? l : 0];
             for (int stage = 0; stage < (l < L && step < a.steps ? 4 : 1); stage++) {
+                if (l == L && step > 0) await(turn, (step - 1) & 1);  // so that no block falls two steps behind or ahead
                 if (l == L)
                     to.rows(a.head, K, v0, v1 - v0, 0);
                 else

@@ -32,14 +32,18 @@ DEVICE void fetch(void* to, const void* from, int bytes, u64* bar) {
     asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];"
                  ::"r"(address(to)), "l"(from), "r"(bytes), "r"(address(bar)) : "memory");
 }
-DEVICE void between_proxies() { asm volatile("fence.proxy.async;" ::: "memory"); }  // plain accesses, and those of fetch
+// Bulk copies are another proxy: a fence stands between plain accesses and theirs, for keys and values on either side, for
+// the ring where its readers are done. Without the latter a load may still be on its way when the slot is filled anew.
+DEVICE void between_proxies() { asm volatile("fence.proxy.async.global;\nfence.proxy.async;" ::: "memory"); }
+DEVICE void done_reading() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }
 
 DEVICE void mma(float (&c)[4], u32 a0, u32 a1, u32 a2, u32 a3, u32 b0, u32 b1) {
-    asm("mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, {%0, %1, %2, %3};"
+    asm volatile("mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9},"
+                 "{%0, %1, %2, %3};"
         : "+f"(c[0]), "+f"(c[1]), "+f"(c[2]), "+f"(c[3]) : "r"(a0), "r"(a1), "r"(a2), "r"(a3), "r"(b0), "r"(b1));
 }
 DEVICE void mma8(float (&c)[4], u32 a0, u32 a1, u32 b) {  // the first 8 of 16 columns
-    asm("mma.sync.aligned.m16n8k8.row.col.f32.bf16.bf16.f32 {%0, %1, %2, %3}, {%4, %5}, {%6}, {%0, %1, %2, %3};"
+    asm volatile("mma.sync.aligned.m16n8k8.row.col.f32.bf16.bf16.f32 {%0, %1, %2, %3}, {%4, %5}, {%6}, {%0, %1, %2, %3};"
         : "+f"(c[0]), "+f"(c[1]), "+f"(c[2]), "+f"(c[3]) : "r"(a0), "r"(a1), "r"(b));
 }
 DEVICE void load(u32 (&a)[4], const void* row) {  // four matrices of 8 rows of 16 bytes, a row from each lane

@@ -71,10 +71,13 @@ struct Products {
         await(&ring.full[ring.slot], ring.phase);
         return ring.units + ring.slot * UNIT;
     }
-    DEVICE void release() {
+    DEVICE void release(int units) {
+        done_reading();
         meet_warp();
-        if (lane == 0) arrive(&ring.empty[ring.slot]);
-        ring.step();
+        for (int i = 0; i < units; i++) {
+            if (lane == 0) arrive(&ring.empty[ring.slot]);
+            ring.step();
+        }
     }
 
     // A stage's product: tiles of 16 rows, each as two units, where a block has more than 8 rows or PAIRS of them; else one
@@ -110,8 +113,7 @@ struct Products {
         from = (matrix % 2 ? lower : from) + at + (S::TWO ? 0 : matrix % 2 * SLICE);
 #pragma unroll
         for (int i = 0; i < S::STEPS; i++) load(w[i], from + i * 32);
-        release();
-        if (S::TWO && two) release();
+        release(S::TWO && two ? 2 : 1);
     }
 
     // x of a chunk: column 0 the rounded part, column 1 the rest; for a tile of 8 rows column 2 the second half of the slice.

@@ -53,7 +53,8 @@ constexpr int A_COPY = (AT_BEST + P * 4 + 15) / 16 * 16, N_WORDS = COPIES * A_CO
 // Shared memory.
 constexpr int S_X = 0, X_BYTES = (NX + NK) * SLICE * 2, S_PART = S_X + WARPS * X_BYTES;
 constexpr int S_SQUARE = S_PART + 2 * WARPS * SUMS * 4, S_HEADS = S_SQUARE + 2 * WARPS * 4;
-constexpr int S_MOST = S_HEADS + WARPS * G * D * 4, S_JOIN = S_MOST + WARPS * G * 8, S_JOIN_MOST = S_JOIN + WARPS * D * 4, S_Q = S_JOIN_MOST + WARPS * 8;
+constexpr int S_MOST = S_HEADS + WARPS * G * D * 4, S_JOIN = S_MOST + WARPS * G * 8;
+constexpr int S_JOIN_MOST = S_JOIN + WARPS * D * 4, S_Q = S_JOIN_MOST + WARPS * 8;
 constexpr int S_NEW = S_Q + 2 * G * D * 2, S_LAYERS = S_NEW + 2 * D * 2, S_BARS = S_LAYERS + L * (int)sizeof(Layer);
 constexpr int MOST_STAGES = 32, S_RING = (S_BARS + (2 * MOST_STAGES + 1) * 8 + 127) / 128 * 128;
 constexpr int ROOM = (LIMIT - S_RING) / UNIT, STAGES = ROOM < MOST_STAGES ? ROOM : MOST_STAGES;
