@@ -152,6 +152,22 @@ for target in ahead.TARGETS:
 """
 
 
+NARROW = """
+from whet import ahead
+from whet.op import discover
+
+for launch in ahead.launches(discover()["norm_swiglu"], "triton", dict(M=64, K=576, F=1536), "bfloat16"):
+    made = ahead.row(launch, "sm_90", "")
+    print(made.kernel, made.shared, made.problem)
+"""
+
+
+def test_a_narrow_product_of_gate_and_up_fits_shared_memory(tmp_path):
+    (tmp_path / "narrow.py").write_text(NARROW)
+    found = [line.split(maxsplit=2) for line in child(str(tmp_path / "narrow.py")).stdout.splitlines()]
+    assert "_many_kernel" in [kernel for kernel, *_ in found] and all(len(rest) == 1 for _, *rest in found), found
+
+
 def test_the_kernel_at_the_end_of_a_step_compiles_without_spills(tmp_path):
     (tmp_path / "noted.py").write_text(NOTED)
     found = child(str(tmp_path / "noted.py")).stdout.splitlines()

@@ -97,7 +97,7 @@ class Persistent:
 
     def __init__(self, model: Qwen3):
         self.model, device = model, model.embed.device
-        if why := unfit(model) or unable(device):
+        if why := unable(device) or unfit(model):
             raise ValueError(f"the persistent kernel does not fit: {why}")
         with torch.cuda.device(device):
             props = torch.cuda.get_device_properties(device)
@@ -125,7 +125,7 @@ class Persistent:
 def unable(device: torch.device) -> str | None:
     """Why a GPU cannot run it; None where it can."""
     if device.type != "cuda" or torch.version.hip:
-        return f"it is CUDA, got {device}"
+        return f"it is for CUDA GPUs, got {device}"
     major, minor = torch.cuda.get_device_capability(device)
     return None if major >= 9 else f"it needs bulk copies, sm_90 or later, got sm_{major}{minor}"
 

@@ -328,7 +328,7 @@ def cut(M: int, N: int, paired: bool, dtype: torch.dtype) -> Cut:
     if dtype == torch.float32 or not modern():
         return Cut(64, 16, 64, 2)
     if N < 2048:
-        return Cut(64, 32, 128, 4, PARTS=4, ASK=True) if SOME < M <= 64 and not paired else Cut(64, 16, 256, 5)
+        return Cut(64, 32, 128, 4, PARTS=4, ASK=True) if SOME < M <= 64 and not paired else Cut(64, 16, 256, 4 if paired else 5)
     return Cut(64, 32, 128, 4, ASK=SOME < M <= 64) if N < 2**16 else Cut(64, 64, 64, 4)
 
 
