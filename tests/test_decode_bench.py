@@ -242,7 +242,8 @@ def test_a_fresh_process_says_how_long_it_took_to_its_first_token(tmp_path, monk
     told = evidence.child(tmp_path / "model", "cpu")
     assert told["since_start_s"] >= told["imported_s"] + told["loaded_s"] > 0
     monkeypatch.setattr(evidence, "child", lambda where, device: {"since_start_s": float(where.exists())})
-    assert evidence.starts(made(), None)["warm"]["since_start_s"] == 1.0
+    found = evidence.starts(made(), None)
+    assert found["first"] == found["warm"] == {"since_start_s": 1.0}
     monkeypatch.undo()
     failed = subprocess.CompletedProcess([], 2, stdout="", stderr="a warning\nwhet: no config.json\n")
     monkeypatch.setattr(evidence.subprocess, "run", lambda *_, **__: failed)

@@ -25,18 +25,22 @@ PARTS = ("imported_s", "loaded_s", "first_token_s", "since_start_s")
 
 
 def starts(model: Qwen3, where: Path | None, device: str = "auto") -> dict:
-    """Seconds from the start of a process to its first token. where: the weights on disk; None: the model's are saved first."""
+    """Seconds from the start of a process to its first token. where: the weights on disk; None: the model's are saved first.
+
+    first   a process that compiles whatever is not yet, as a machine's first does; after it nothing is left to compile
+    """
     with contextlib.ExitStack() as stack:
         if where is None:
             where = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="whet-weights-"))) / "model"
             rivals.save_hf(model, where)
         files = [where] if where.is_file() else sorted(where.glob("*.safetensors"))
+        first = child(where, device)
         dropped, size = all(forgotten(f) for f in files), sum(f.stat().st_size for f in files)
         cold = child(where, device)
         warm = [child(where, device) for _ in range(WARM)]
     middle = sorted(warm, key=lambda r: r["since_start_s"])[WARM // 2]
     told = "read from disk" if dropped else "perhaps in the system's page cache"
-    return {"cold": cold, "warm": middle, "cold_is": told, "bytes": size}
+    return {"first": first, "cold": cold, "warm": middle, "cold_is": told, "bytes": size}
 
 
 def forgotten(file: Path) -> bool:

@@ -121,7 +121,10 @@ def start_lines(measured: dict) -> Iterator[str]:
     if "warm" not in start:
         yield f"start to first token: not timed: {start['why']}"
         return
-    for name, told_as in (("cold", f"weights {start['cold_is']}"), ("warm", "weights in the page cache, median of three")):
+    kinds = {"first": "kernels compiled where they were not", "cold": f"weights {start['cold_is']}"}
+    for name, told_as in (kinds | {"warm": "weights in the page cache, median of three"}).items():
+        if name not in start:
+            continue
         r = start[name]
         parts = f"imports {r['imported_s']:.2f}, weights {r['loaded_s']:.2f}, prompt {r['first_token_s']:.2f}"
         yield f"start of the process to first token, {told_as}: {r['since_start_s']:.2f} s ({parts})"
