@@ -354,3 +354,12 @@ def test_ctrl_c_ends_a_real_run_and_keeps_what_is_done(tmp_path):
     said = "whet: stopped; what was tuned so far is kept in whet.lock, and the next run goes on from there"
     assert said in errors.splitlines(), errors
     assert any(e["candidates"] for e in Lock.read(tmp_path / "whet.lock").calls.values())
+
+
+def test_an_interrupt_during_the_imports_ends_without_a_traceback():
+    """The commands' import, PyTorch's with it, is where the first seconds go."""
+    script = "import builtins, whet.__main__; real = builtins.__import__\n"
+    script += "def slow(name, *rest):\n    if name == 'whet.cli': raise KeyboardInterrupt\n    return real(name, *rest)\n"
+    script += "builtins.__import__ = slow; whet.__main__.main()"
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True)
+    assert (done.returncode, done.stderr) == (130, "whet: stopped; nothing was begun yet\n")
