@@ -279,8 +279,9 @@ def roofline(points: list[Point], m: dict) -> dict | None:
 
 
 def parts(m: dict) -> dict | None:
+    layers = m.get("layers")  # a decoder's record has their number instead
     rows = [[r.get("part") or "", number(r.get("ms")), share(number(r.get("share")), 1.0), r.get("launches") or 0]
-            for r in m.get("layers") or []]
+            for r in (layers if isinstance(layers, list) else [])]
     return table(f"part|#ms|#of the work|#{work(m)}", rows)
 
 
