@@ -150,6 +150,8 @@ static float root(float x) { return 1.0f / std::sqrt(x); }
 
 #include SOURCE
 
+static_assert(WARPS * 32 == 256 && THREADS == 384, "Group and launch have these numbers");
+
 extern "C" const int SHARED_BYTES = S_RING + STAGES * UNIT;
 extern "C" const int WORDS = N_WORDS;
 

@@ -12,7 +12,8 @@ from typing import Any
 import torch
 
 from whet.choices import Choices
-from whet.decode.contender import CHUNK, Contender, column
+from whet.decode.chunks import CHUNK
+from whet.decode.contender import Contender, column
 from whet.decode.quality import full_float32, widened
 from whet.models.qwen3 import Qwen3
 from whet.verify import VALUE_FACTOR, Verdict, judge

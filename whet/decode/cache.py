@@ -12,6 +12,8 @@ from typing import Any
 
 import torch
 
+from whet.ops._rows import power_of_two
+
 BLOCK = 256  # tokens: the least that is allocated for a row, and the step of a row that cannot be doubled any more
 HEADROOM = 0.1  # share of the free memory that is left to activations and graphs
 SIZE = re.compile(r"\s*(\d+(?:\.\d+)?)\s*([KMGT]?)(I?)B?\s*", re.IGNORECASE)
@@ -37,11 +39,6 @@ def free_bytes(device: torch.device) -> int:
         return int(line.split()[1]) * 1024
     except (OSError, StopIteration):
         return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // 2
-
-
-def power_of_two(n: int) -> int:
-    """The least power of two that is not below n."""
-    return 1 << max(0, n - 1).bit_length()
 
 
 class Cache:

@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from whet.decode.cache import power_of_two
+from whet.ops._rows import power_of_two
 
 CHUNK = 2048  # tokens of a prompt fed at once
 LEAST, COARSE = 32, 256  # lengths: powers of two from LEAST to COARSE, where weights take the time; then four to an octave

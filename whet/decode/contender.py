@@ -12,8 +12,6 @@ from whet.decode.sampling import Sampling
 from whet.models.qwen3 import Qwen3
 from whet.ops._chain import chained
 
-CHUNK = 2048  # tokens of a prompt fed at once
-
 
 def column(tokens: torch.Tensor, i: int) -> torch.Tensor:
     """(B, 1) with the strides of any other such tensor: a compiled step meets one layout only."""

@@ -22,7 +22,7 @@ from whet.decode.cache import Cache
 from whet.decode.load import open_model
 from whet.decode.quantize import QUANTS, bytes_per_token, quantize
 from whet.decode.request import Completion, Request, Writer
-from whet.decode.runner import PATHS, Runner
+from whet.decode.runner import Runner, check_path
 from whet.decode.sampling import Sampling
 from whet.decode.serve import Server
 from whet.decode.speculate import Contest, Speculator
@@ -302,7 +302,6 @@ def check_limits(max_batch: int, max_context: int | None, speculate: str | None,
         raise ValueError(f"max_context must be a whole number of tokens from 2 on, got {max_context!r}")
     if speculate is not None and speculate not in SPECULATIONS:
         raise ValueError(f"speculate must be None or one of {', '.join(SPECULATIONS)}, got {speculate!r}")
-    if path not in PATHS:
-        raise ValueError(f"path must be one of {', '.join(PATHS)}, got {path!r}")
+    check_path(path)
     if speculate is not None and path == "persistent":
         raise ValueError("speculation checks drafts with the graph's kernels: leave out path='persistent'")

@@ -12,9 +12,9 @@ import torch
 
 from whet.decode import nvrtc
 from whet.models.qwen3 import Qwen3
+from whet.ops.attention.common import LOG2E
 
 PARTS = ("sizes", "device", "stream", "products", "attention", "decode")  # of the source, one after the other
-THREADS = 12 * 32
 LEAST = 64  # old keys up to which one block reads a head alone; at 128 keys 192 and 256 take 7% longer
 LONGEST = 8192  # tokens of a context up to which it was faster than the graph: at 4096 it was, at 16384 not
 TRUSTED: tuple[tuple[int, int], ...] = ()  # compute capabilities on which auto takes it: none until its bits repeat
@@ -23,8 +23,6 @@ POINTERS = (
     "layers", "embed", "norm", "head", "cosine", "sine", "cache_k", "cache_v", "words", "token", "position", "emitted",
     "logit", "logits", "generation", "failed",
 )
-
-
 log = logging.getLogger(__name__)
 
 
@@ -85,7 +83,7 @@ def arguments(model: Qwen3, held: dict[str, torch.Tensor], steps: int, least: in
     pointers = {name: given[name].data_ptr() if name in given else None for name in POINTERS}
     return Args(
         **pointers, stride_l=k.stride(0), stride_h=k.stride(1), steps=steps, least=least, patience=patience,
-        scale=c.head_dim**-0.5 * 1.4426950408889634, eps=c.eps,
+        scale=c.head_dim**-0.5 * LOG2E, eps=c.eps,
     )
 
 
@@ -104,7 +102,7 @@ class Persistent:
             self.blocks = props.multi_processor_count
             sizes = sizes_of(model, self.blocks, nvrtc.most_shared(device))
             self.kernel = nvrtc.Kernel(nvrtc.cached(source(), f"sm_{props.major}{props.minor}a", sizes), "decode")
-            self.shared = self.kernel.constant("SHARED_BYTES")
+            self.threads, self.shared = self.kernel.constant("BLOCK_THREADS"), self.kernel.constant("SHARED_BYTES")
             self.kernel.reserve(self.shared)
             self.layers = layer_table(model).to(device)
             self.words = torch.zeros(self.kernel.constant("WORDS"), dtype=torch.int64, device=device)
@@ -119,7 +117,7 @@ class Persistent:
             emitted=emitted, logit=logit, generation=self.generation, failed=self.failed,
         )
         args = arguments(self.model, held if logits is None else held | {"logits": logits}, n, LEAST, PATIENCE)
-        self.kernel.launch(self.blocks, THREADS, self.shared, args)
+        self.kernel.launch(self.blocks, self.threads, self.shared, args)
 
 
 def unable(device: torch.device) -> str | None:

@@ -15,14 +15,20 @@ import torch
 
 from whet import measure
 from whet.decode import persistent
-from whet.decode.cache import BLOCK, Cache, power_of_two
+from whet.decode.cache import BLOCK, Cache
 from whet.decode.chunks import Chunks
 from whet.decode.note import note
 from whet.decode.sampling import Sampling, sample
 from whet.ops._chain import chained
+from whet.ops._rows import power_of_two
 
 RING = 64  # tokens of each row that a burst can choose at most
 PATHS = ("auto", "graph", "persistent")  # how one sequence is decoded greedily
+
+
+def check_path(path: str) -> None:
+    if path not in PATHS:
+        raise ValueError(f"path must be one of {', '.join(PATHS)}, got {path!r}")
 
 
 def mode_of(sampling: Sampling) -> str:
@@ -68,8 +74,7 @@ class Runner:
     one_pass = True  # see verify
 
     def __init__(self, model: Any, cache: Cache, rows: int, path: str = "auto"):
-        if path not in PATHS:
-            raise ValueError(f"path must be one of {', '.join(PATHS)}, got {path!r}")
+        check_path(path)
         self.model, self.cache, self.rows, self.path = model, cache, rows, path
         self.device = cache.device
         self.capture: Callable | None = measure.Graph if self.device.type == "cuda" else None

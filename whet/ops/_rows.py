@@ -19,8 +19,8 @@ def cdiv(a: int, b: int) -> int:
 
 
 def power_of_two(n: int) -> int:
-    """triton.next_power_of_2 for launchers, likewise."""
-    return 1 << (n - 1).bit_length()
+    """The least that is not below n: triton.next_power_of_2 for launchers, likewise."""
+    return 1 << max(0, n - 1).bit_length()
 
 
 def row_refused(N: int) -> str | None:

@@ -5,11 +5,11 @@ import triton
 
 from whet import machine
 from whet.library import Forward
-from whet.op import Cost, Impl, Op, error, floating, lay, layout_of, nbytes, same_device
+from whet.op import Cost, Impl, Op, error, lay, layout_of, nbytes
 from whet.ops._attend import _attend_kernel, _join_kernel
+from whet.ops._cached import check_caches, check_tables, layout_refused, tensors_refused
 from whet.ops._chain import chain
 from whet.ops._gemv import few
-from whet.ops._rows import KERNEL_DTYPES
 from whet.ops.attention.common import LOG2E
 
 SPAN = 64  # keys taken at a time, one after another within a chunk
@@ -79,24 +79,15 @@ def case_of(qkv, k_cache, v_cache, positions, cos, sin, q_norm=None, k_norm=None
 
 
 def check(qkv, k_cache, v_cache, positions, cos, sin, q_norm=None, k_norm=None, window=0, context=0, eps=1e-6):
-    named = dict(qkv=qkv, k_cache=k_cache, v_cache=v_cache, cos=cos, sin=sin, q_norm=q_norm, k_norm=k_norm)
-    if reason := floating(**named) or same_device(**named, positions=positions):
+    if reason := check_caches(qkv, k_cache, v_cache, cos, sin, q_norm, k_norm, positions=positions):
         return reason
-    if qkv.dim() != 3 or k_cache.dim() != 4:
-        return f"qkv must be (B, T, heads) and k_cache (B, KV, S, D), got {tuple(qkv.shape)} and {tuple(k_cache.shape)}"
     (B, _, width), (KV, S, D) = qkv.shape, k_cache.shape[1:]
-    if v_cache.shape != k_cache.shape or k_cache.shape[0] != B or v_cache.dtype != k_cache.dtype:
-        got = f"{tuple(k_cache.shape)} {k_cache.dtype} and {tuple(v_cache.shape)} {v_cache.dtype}"
-        return f"k_cache and v_cache must both be ({B}, KV, S, D) of one dtype, got {got}"
     if D % 2 or width % D or width // D <= 2 * KV or (width // D - 2 * KV) % KV:
         return f"qkv must hold a multiple of {KV} query heads and {KV} key and value heads of {D}, got {width} columns"
     if positions.shape != (B,) or positions.is_floating_point():
         return f"positions must be {B} integers, got {tuple(positions.shape)} {positions.dtype}"
-    if cos.shape != sin.shape or cos.shape[1:] != (D // 2,) or cos.shape[0] < min(S, context or S):
-        return f"cos and sin must have shape ({S}, {D // 2}), got {tuple(cos.shape)} and {tuple(sin.shape)}"
-    if (q_norm is None) != (k_norm is None) or any(t is not None and t.shape != (D,) for t in (q_norm, k_norm)):
-        got = " and ".join(str(tuple(t.shape)) if t is not None else "None" for t in (q_norm, k_norm))
-        return f"q_norm and k_norm must both be None or have shape ({D},), got {got}"
+    if reason := check_tables(k_cache, cos, sin, q_norm, k_norm, min(S, context or S)):
+        return reason
     if window < 0 or not 0 <= context <= S:
         return f"window must not be negative and context at most {S}, got {window} and {context}"
     return None
@@ -155,24 +146,12 @@ KERNEL = Forward(
 
 
 def refuses(qkv, k_cache, v_cache, positions, cos, sin, q_norm=None, k_norm=None, window=0, context=0, eps=1e-6):
-    plain = [t for t in (qkv, k_cache, v_cache, q_norm, k_norm) if t is not None]
-    if qkv.dtype not in KERNEL_DTYPES or any(t.dtype != qkv.dtype for t in plain):
-        got = ", ".join(str(t.dtype) for t in plain)
-        return f"qkv, the caches and the norms must all be float32, all float16 or all bfloat16, got {got}"
-    if torch.is_grad_enabled() and any(t.requires_grad for t in plain):
-        return "is for inference and keeps no gradients: call it under torch.no_grad()"
+    if reason := tensors_refused(qkv, k_cache, v_cache, q_norm, k_norm):
+        return reason
     if qkv.shape[1] > MOST:
         return f"at most {MOST} new tokens of a sequence in one call, got {qkv.shape[1]}; a longer prompt is for attention"
-    if k_cache.shape[3] > 256:
-        return f"heads of at most 256 columns, got {k_cache.shape[3]}"
-    for name, t in dict(qkv=qkv, k_cache=k_cache, v_cache=v_cache).items():
-        if t.stride(-1) != 1:
-            return f"{name} must be contiguous along its last dimension, got strides {t.stride()}"
-        if t is not qkv and any(s == 0 and n > 1 for s, n in zip(t.stride(), t.shape)):
-            return f"{name} is changed in place and its elements must not share memory, got strides {t.stride()}"
     whole = dict(positions=positions, cos=cos, sin=sin, q_norm=q_norm, k_norm=k_norm)
-    uneven = [name for name, t in whole.items() if t is not None and not t.is_contiguous()]
-    return f"{' and '.join(uneven)} must be contiguous" if uneven else None
+    return layout_refused(whole, qkv, k_cache, v_cache)
 
 
 def run_triton(qkv, k_cache, v_cache, positions, cos, sin, q_norm=None, k_norm=None, window=0, context=0, eps=1e-6):

@@ -5,8 +5,9 @@ import triton
 import triton.language as tl
 
 from whet.library import Forward
-from whet.op import Cost, Impl, Op, error, floating, lay, layout_of, nbytes, same_device
-from whet.ops._rows import KERNEL_DTYPES, cdiv, power_of_two
+from whet.op import Cost, Impl, Op, error, lay, layout_of, nbytes
+from whet.ops._cached import check_caches, check_tables, layout_refused, tensors_refused
+from whet.ops._rows import cdiv, power_of_two
 from whet.ops.rms_norm import reference as rms_norm
 from whet.ops.rope import reference as rope
 
@@ -42,25 +43,14 @@ def case_of(qkv, k_cache, v_cache, cos, sin, start=0, q_norm=None, k_norm=None, 
 
 
 def check(qkv, k_cache, v_cache, cos, sin, start=0, q_norm=None, k_norm=None, eps=1e-6):
-    named = dict(qkv=qkv, k_cache=k_cache, v_cache=v_cache, cos=cos, sin=sin, q_norm=q_norm, k_norm=k_norm)
-    if reason := floating(**named) or same_device(**named):
+    if reason := check_caches(qkv, k_cache, v_cache, cos, sin, q_norm, k_norm):
         return reason
-    if qkv.dim() != 3 or k_cache.dim() != 4:
-        return f"qkv must be (B, T, heads) and k_cache (B, KV, S, D), got {tuple(qkv.shape)} and {tuple(k_cache.shape)}"
-    (B, T, width), (KV, S, D) = qkv.shape, k_cache.shape[1:]
-    if v_cache.shape != k_cache.shape or k_cache.shape[0] != B or v_cache.dtype != k_cache.dtype:
-        got = f"{tuple(k_cache.shape)} {k_cache.dtype} and {tuple(v_cache.shape)} {v_cache.dtype}"
-        return f"k_cache and v_cache must both be ({B}, KV, S, D) of one dtype, got {got}"
+    (T, width), (KV, S, D) = qkv.shape[1:], k_cache.shape[1:]
     if D % 2 or width % D or width // D <= 2 * KV:
         return f"qkv must hold query heads and {KV} key and value heads of {D}, got {width} columns"
     if not isinstance(start, int) or not 0 <= start <= S - T:
         return f"start must lie in 0..{S - T} so that {T} tokens fit the cache of {S}, got {start!r}"
-    if cos.shape != sin.shape or cos.shape[1:] != (D // 2,) or cos.shape[0] < start + T:
-        return f"cos and sin must have shape ({S}, {D // 2}), got {tuple(cos.shape)} and {tuple(sin.shape)}"
-    if (q_norm is None) != (k_norm is None) or any(t is not None and t.shape != (D,) for t in (q_norm, k_norm)):
-        got = " and ".join(str(tuple(t.shape)) if t is not None else "None" for t in (q_norm, k_norm))
-        return f"q_norm and k_norm must both be None or have shape ({D},), got {got}"
-    return None
+    return check_tables(k_cache, cos, sin, q_norm, k_norm, start + T)
 
 
 def cost(qkv, k_cache, v_cache, cos, sin, start=0, q_norm=None, k_norm=None, eps=1e-6):
@@ -160,21 +150,8 @@ KERNEL = Forward(
 
 
 def refuses(qkv, k_cache, v_cache, cos, sin, start=0, q_norm=None, k_norm=None, eps=1e-6):
-    plain = [t for t in (qkv, k_cache, v_cache, q_norm, k_norm) if t is not None]
-    if qkv.dtype not in KERNEL_DTYPES or any(t.dtype != qkv.dtype for t in plain):
-        got = ", ".join(str(t.dtype) for t in plain)
-        return f"qkv, the caches and the norms must all be float32, all float16 or all bfloat16, got {got}"
-    if torch.is_grad_enabled() and any(t.requires_grad for t in plain):
-        return "is for inference and keeps no gradients: call it under torch.no_grad()"
-    if k_cache.shape[3] > 256:
-        return f"heads of at most 256 columns, got {k_cache.shape[3]}"
-    for name, t in dict(qkv=qkv, k_cache=k_cache, v_cache=v_cache, cos=cos, sin=sin).items():
-        if t.stride(-1) != 1:
-            return f"{name} must be contiguous along its last dimension, got strides {t.stride()}"
-        if name in OP.mutates and any(s == 0 and n > 1 for s, n in zip(t.stride(), t.shape)):
-            return f"{name} is changed in place and its elements must not share memory, got strides {t.stride()}"
-    uneven = [name for name, t in dict(q_norm=q_norm, k_norm=k_norm).items() if t is not None and not t.is_contiguous()]
-    return f"{' and '.join(uneven)} must be contiguous" if uneven else None
+    norms = dict(q_norm=q_norm, k_norm=k_norm)
+    return tensors_refused(qkv, k_cache, v_cache, **norms) or layout_refused(norms, qkv, k_cache, v_cache, cos=cos, sin=sin)
 
 
 def run_triton(qkv, k_cache, v_cache, cos, sin, start=0, q_norm=None, k_norm=None, eps=1e-6):

@@ -9,6 +9,7 @@
 extern __shared__ __align__(128) unsigned char shared[];
 extern "C" __constant__ const int SHARED_BYTES = S_RING + STAGES * UNIT;
 extern "C" __constant__ const int WORDS = N_WORDS;
+extern "C" __constant__ const int BLOCK_THREADS = THREADS;
 
 DEVICE u32 address(const void* p) { return (u32)__cvta_generic_to_shared(p); }
 
