@@ -115,6 +115,22 @@ static float swap(float x, int mask) {
 }
 static int swap(int x, int mask) { return (int)bits(swap(bits((uint32_t)x), mask)); }
 
+static uint32_t most_of_warp(uint32_t x) {
+    Warp& w = my_warp();
+    w.slot[LANE][0] = x;
+    meet_warp();
+    uint32_t most = 0;
+    for (int i = 0; i < 32; i++) most = std::max(most, w.slot[i][0]);
+    meet_warp();
+    return most;
+}
+static uint32_t pick(uint32_t a, uint32_t b, uint32_t which) {
+    uint64_t both = (uint64_t)b << 32 | a;
+    uint32_t y = 0;
+    for (int i = 0; i < 4; i++) y |= (uint32_t)(both >> 8 * (which >> 4 * i & 7) & 255) << 8 * i;
+    return y;
+}
+
 static float bf(uint32_t both, int i) { return bits(i ? both & 0xffff0000u : both << 16); }
 static void mma(float (&c)[4], uint32_t a0, uint32_t a1, uint32_t a2, uint32_t a3, uint32_t b0, uint32_t b1) {
     Warp& w = my_warp();
@@ -127,6 +143,22 @@ static void mma(float (&c)[4], uint32_t a0, uint32_t a1, uint32_t a2, uint32_t a
         for (int k = 0; k < 16; k++) {
             int lane = k % 8 / 2, later = k / 8;
             c[i] += bf(w.slot[g * 4 + lane][upper + 2 * later], k % 2) * bf(w.slot[n * 4 + lane][4 + later], k % 2);
+        }
+    }
+    meet_warp();
+}
+static void mma(int (&c)[4], uint32_t a0, uint32_t a1, uint32_t a2, uint32_t a3, uint32_t b0, uint32_t b1) {
+    Warp& w = my_warp();
+    uint32_t mine[6] = {a0, a1, a2, a3, b0, b1};
+    memcpy(w.slot[LANE], mine, sizeof mine);
+    meet_warp();
+    auto at = [](uint32_t four, int i) { return (int)(int8_t)(four >> 8 * i); };
+    int g = LANE / 4, t = LANE % 4;
+    for (int i = 0; i < 4; i++) {
+        int upper = i / 2, n = 2 * t + i % 2;
+        for (int k = 0; k < 32; k++) {
+            int lane = k % 16 / 4, later = k / 16;
+            c[i] += at(w.slot[g * 4 + lane][upper + 2 * later], k % 4) * at(w.slot[n * 4 + lane][4 + later], k % 4);
         }
     }
     meet_warp();

@@ -1,6 +1,6 @@
 """Greedy tokens of one sequence in one persistent kernel (cuda/*.cu): no launch, no grid barrier between its stages.
 
-It takes a model of the family in bfloat16 whose sizes fit, on a GPU with bulk copies (sm_90 and later); unfit() says why
+It takes a model of the family in bfloat16, its weights so or in int8 or int4, whose sizes fit, on a GPU with bulk copies (sm_90 and later); unfit() says why
 another does not fit, and the runner's graph decodes it. It is compiled once for each model's sizes, by NVRTC.
 """
 
@@ -12,6 +12,7 @@ import torch
 
 from whet.decode import nvrtc
 from whet.models.qwen3 import Qwen3
+from whet.ops._weights import quant_of
 from whet.ops.attention.common import LOG2E
 
 PARTS = ("sizes", "device", "stream", "products", "attention", "decode")  # of the source, one after the other
@@ -19,8 +20,9 @@ LEAST = 64  # old keys up to which one block reads a head alone; at 128 keys 192
 LONGEST = 8192  # tokens of a context up to which it was faster than the graph: at 4096 it was, at 16384 not
 TRUSTED: tuple[tuple[int, int], ...] = ()  # compute capabilities on which auto takes it: none until its bits repeat
 PATIENCE = 1 << 22  # polls: seconds, where a wait is of microseconds
+BITS = {None: 16, "int8": 8, "int4": 4}  # of a weight
 POINTERS = (
-    "layers", "embed", "norm", "head", "cosine", "sine", "cache_k", "cache_v", "words", "token", "position", "emitted",
+    "layers", "embed", "norm", "head", "head_scale", "cosine", "sine", "cache_k", "cache_v", "words", "token", "position", "emitted",
     "logit", "logits", "generation", "failed",
 )
 log = logging.getLogger(__name__)
@@ -44,7 +46,7 @@ def sizes_of(model: Qwen3, blocks: int, shared: int) -> dict[str, int]:
     c = model.c
     return dict(
         P=blocks, L=c.layers, K=c.hidden, H=c.heads, KV=c.kv_heads, F=c.ffn, V=c.vocab, QK_NORM=int(c.qk_norm),
-        QKV_BIAS=int(c.qkv_bias), LIMIT=shared,
+        QKV_BIAS=int(c.qkv_bias), BITS=BITS[quant_of(model.head.data)], LIMIT=shared,
     )
 
 
@@ -53,8 +55,8 @@ def unfit(model: Qwen3) -> str | None:
     c = model.c
     if model.embed.dtype != torch.bfloat16:
         return f"the dtype must be bfloat16, got {str(model.embed.dtype).removeprefix('torch.')}"
-    if any(layer.qkv.scale is not None for layer in model.layers) or model.head.scale is not None:
-        return "the weights must not be quantised"
+    if (quant := quant_of(model.head.data)) not in BITS:
+        return f"weights must be bfloat16, int8 or int4, got {quant}"
     if c.window is not None or c.o_bias:
         return "a sliding window or a bias of the output projection is not built in"
     if c.head_dim != 128 or c.heads not in (c.kv_heads, 2 * c.kv_heads, 4 * c.kv_heads):
@@ -65,22 +67,20 @@ def unfit(model: Qwen3) -> str | None:
 
 
 def layer_table(model: Qwen3) -> torch.Tensor:
-    """(layers, 9) pointers, as sizes.cu's Layer has them."""
-    def pointer(t: torch.Tensor | None) -> int:
-        return 0 if t is None else t.data_ptr()
+    """(layers, 13) pointers, as sizes.cu's Layer has them."""
+    def row(y) -> list[torch.Tensor | None]:
+        matrices = [t for w in (y.qkv, y.o, y.gate_up, y.down) for t in (w.data, w.scale)]
+        return [y.norm1, y.qkv_bias, y.q_norm, y.k_norm, y.norm2, *matrices]
 
-    return torch.tensor([
-        [pointer(t) for t in (
-            y.norm1, y.qkv.data, y.qkv_bias, y.q_norm, y.k_norm, y.o.data, y.norm2, y.gate_up.data, y.down.data,
-        )] for y in model.layers
-    ])
+    return torch.tensor([[0 if t is None else t.data_ptr() for t in row(y)] for y in model.layers])
 
 
 def arguments(model: Qwen3, held: dict[str, torch.Tensor], steps: int, least: int, patience: int) -> Args:
     """held: the tensors named in POINTERS that are no weights, logits where all are wanted; caches (layers, KV, S, D)."""
     c, k = model.c, held["cache_k"]
-    given = dict(embed=model.embed, norm=model.norm, head=model.head.data, cosine=model.cos, sine=model.sin) | held
-    pointers = {name: given[name].data_ptr() if name in given else None for name in POINTERS}
+    given = dict(embed=model.embed, norm=model.norm, head=model.head.data, head_scale=model.head.scale) | held
+    given |= dict(cosine=model.cos, sine=model.sin)
+    pointers = {name: t.data_ptr() if (t := given.get(name)) is not None else None for name in POINTERS}
     return Args(
         **pointers, stride_l=k.stride(0), stride_h=k.stride(1), steps=steps, least=least, patience=patience,
         scale=c.head_dim**-0.5 * LOG2E, eps=c.eps,

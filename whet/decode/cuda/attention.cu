@@ -167,7 +167,7 @@ struct Attention : Products {
 
     // Two dimensions of a head from what all warps found: the weighted mean, the largest score and the sum of the weights.
     DEVICE void join_warps(float (&y)[2], float& most, float& sum, const float* values, const float* ends, int apart) {
-        struct alignas(8) Pair { float x, y; } m[WARPS], v[WARPS];
+        Pair m[WARPS], v[WARPS];
 #pragma unroll
         for (int i = 0; i < WARPS; i++)
             m[i] = *(const Pair*)(ends + i * apart * 2), v[i] = *(const Pair*)(values + i * apart * D);
@@ -185,7 +185,7 @@ struct Attention : Products {
 
     // Four dimensions of a head from the splits that were heard: v[2 * i] their ends, v[2 * i + 1] their values.
     template <int N>
-    DEVICE void join_splits(float (&y)[4], float& most, float& sum, u64 (&v)[2 * N][2], int n) {
+    DEVICE void join_splits(float (&y)[4], float& most, float& sum, const u64 (*v)[2], int n) {
         most = LOWEST, sum = 0, y[0] = y[1] = y[2] = y[3] = 0;
 #pragma unroll
         for (int i = 0; i < N; i++)
@@ -225,14 +225,32 @@ struct Attention : Products {
         }
     }
 
+    // Few splits: every block joins them for itself, and nobody waits for one more exchange.
+    DEVICE void join_here(int splits, u32 generation) {
+        constexpr int EACH = 2 * DIRECT;
+        u64 v[NHD * EACH][2], y[NHD][2];
+        const u64* from[NHD * EACH];
+#pragma unroll
+        for (int i = 0; i < NHD * DIRECT; i++) {
+            int column = place(i / DIRECT, HD), split = i % DIRECT < splits ? i % DIRECT : 0;
+            from[2 * i] = words(AT_MOST + (split * H + column / D) * 2);
+            from[2 * i + 1] = words(AT_PART + split * (HD / 2) + column / 2);
+        }
+        hear(v, from, generation, NHD * EACH, a, lost);
+#pragma unroll
+        for (int c = 0; c < NHD; c++) {
+            float x[4], most, sum;
+            join_splits<DIRECT>(x, most, sum, v + c * EACH, splits);
+            float each = inverse(sum);
+            y[c][0] = rounded(x[0] * each, x[1] * each), y[c][1] = rounded(x[2] * each, x[3] * each);
+        }
+        keep_pairs(y);
+    }
+
     DEVICE void heads_in(int splits, u32 generation) {
-        u64 v[NHD][2];
-        const u64* from[NHD];
-#pragma unroll
-        for (int c = 0; c < NHD; c++) from[c] = words((splits > 1 ? AT_Y : AT_PART) + pair(c));
-        hear(v, from, generation, NHD, a, lost);
-#pragma unroll
-        for (int c = 0; c < NHD; c++) keep(c, (u32)v[c][0], (u32)v[c][1]);
-        meet_warp();
+        if (splits > 1 && splits <= DIRECT)
+            join_here(splits, generation);
+        else
+            pairs_in<NHD>(splits > 1 ? AT_Y : AT_PART, generation);
     }
 };

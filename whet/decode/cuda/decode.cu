@@ -29,12 +29,13 @@ struct Block : Attention {
         Best best = {LOWEST, 0x7fffffff};
         for (int r = 0; r < n; r += SUMS) {
             int m = n - r < SUMS ? n - r : SUMS;
+            float scale = scale_of(a.head, begin + r + tid, tid < m);
             if (AHEAD && r == 0)
-                finish<In, Head>(early, Head::units(m), square);
+                finish<In, Head>(early, Head::halves(m), square);
             else
-                rows<Head>(Head::units(m), 0);
+                rows<Head>(Head::halves(m), 0);
             if (tid < m) {
-                float logit = summed(tid) * scale_of_norm();
+                float logit = summed(tid) * scale_of_norm() * scale;
                 best.with(logit, begin + r + tid);
                 if (logits) logits[begin + r + tid] = logit;
             }
@@ -67,7 +68,7 @@ struct Block : Attention {
 
     DEVICE void weights_of_norm(Two (&w)[NK], const bf16* norm) {
 #pragma unroll
-        for (int c = 0; c < NK; c++) w[c] = *(const Two*)(norm + place(c));
+        for (int c = 0; c < NK; c++) w[c] = *(const Two*)(norm + place(c, K));
     }
 
     DEVICE void run(const Layer* layers, u64* turn_done) {
@@ -79,8 +80,9 @@ struct Block : Attention {
         long long token = *a.token;
         Two w[NK];
         weights_of_norm(w, layers[0].norm1);
+        float scale_in = scale_of(layers[0].qkv, q0 + tid, tid < nq);
         Early<In> in;
-        take_early(in, In::units(nq));
+        take_early(in, In::halves(nq));
         for (int step = 0; step < a.steps; step++) {
             int position = start + step;
             Span s(position, a.least);
@@ -92,34 +94,37 @@ struct Block : Attention {
                 heard = anew((u64*)heard);
                 Keys keys = {};
                 if (In::WHOLE && s.n) take_keys(keys);
-                qkv(in, norm_in(AT_H, generation - 1, l == 0 ? row : nullptr, w), layer, q0, nq, generation);
+                qkv(in, norm_in(AT_H, generation - 1, l == 0 ? row : nullptr, w), layer, scale_in, q0, nq, generation);
                 if (!In::WHOLE && s.n) take_keys(keys);
                 if (s.takes_part) attend(keys, layer, l, s, position, generation);
-                if (s.splits > 1 && joins < H) join(joins, s.splits, generation);
+                if (s.splits > DIRECT && joins < H) join(joins, s.splits, generation);
                 weights_of_norm(w, layer.norm2);
+                float scale_out = scale_of(layer.o, k0 + tid, tid < nk), scale_down = scale_of(layer.down, k0 + tid, tid < nk);
+                Pair scale_up = scales_of_pair(layer.gate_up, f0 + tid, tid < nf);
+                scale_in = scale_of(layers[l + 1 < L ? l + 1 : 0].qkv, q0 + tid, tid < nq);
                 Early<Out> out;
                 Early<Up> up;
                 Early<Down> down;
-                take_early(out, Out::units(nk));
-                if (Out::WHOLE) take_early(up, Up::units(nf));
+                take_early(out, Out::halves(nk));
+                if (Out::WHOLE) take_early(up, Up::halves(nf));
                 heads_in(s.splits, generation);
-                add(out, AT_MID, k0, nk, mine, generation);
-                if (!Out::WHOLE) take_early(up, Up::units(nf));
-                if (Up::WHOLE) take_early(down, Down::units(nk));
+                add(out, scale_out, AT_MID, k0, nk, mine, generation);
+                if (!Out::WHOLE) take_early(up, Up::halves(nf));
+                if (Up::WHOLE) take_early(down, Down::halves(nk));
                 heard = anew((u64*)heard);
-                gate_up(up, norm_in(AT_MID, generation, nullptr, w), f0, nf, generation);
+                gate_up(up, norm_in(AT_MID, generation, nullptr, w), layer.gate_up, scale_up, f0, nf, generation);
                 weights_of_norm(w, l + 1 < L ? layers[l + 1].norm1 : a.norm);
-                if (!Up::WHOLE) take_early(down, Down::units(nk));
-                if (Down::WHOLE && (AHEAD || l + 1 < L)) take_early(in, In::units(nq));
-                act_in(generation);
-                add(down, AT_H, k0, nk, mine, generation);
-                if (!Down::WHOLE && l + 1 < L) take_early(in, In::units(nq));
+                if (!Up::WHOLE) take_early(down, Down::halves(nk));
+                if (Down::WHOLE && (AHEAD || l + 1 < L)) take_early(in, In::halves(nq));
+                pairs_in<NF>(AT_ACT, generation);
+                add(down, scale_down, AT_H, k0, nk, mine, generation);
+                if (!Down::WHOLE && l + 1 < L) take_early(in, In::halves(nq));
             }
             float square = norm_in(AT_H, generation, nullptr, w);
             generation++;
             choose(in, v0, nv, square, generation, a.logits ? a.logits + (long long)step * V : nullptr);
             weights_of_norm(w, layers[0].norm1);
-            if (AHEAD || step + 1 < a.steps) take_early(in, In::units(nq));
+            if (AHEAD || step + 1 < a.steps) take_early(in, In::halves(nq));
             Best best = chosen(generation);
             token = best.token < V ? best.token : 0;
             fence();

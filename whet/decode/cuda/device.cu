@@ -47,6 +47,10 @@ DEVICE void mma8(float (&c)[4], u32 a0, u32 a1, u32 b) {  // the first 8 of 16 c
     asm volatile("mma.sync.aligned.m16n8k8.row.col.f32.bf16.bf16.f32 {%0, %1, %2, %3}, {%4, %5}, {%6}, {%0, %1, %2, %3};"
         : "+f"(c[0]), "+f"(c[1]), "+f"(c[2]), "+f"(c[3]) : "r"(a0), "r"(a1), "r"(b));
 }
+DEVICE void mma(int (&c)[4], u32 a0, u32 a1, u32 a2, u32 a3, u32 b0, u32 b1) {  // 32 columns of bytes
+    asm volatile("mma.sync.aligned.m16n8k32.row.col.s32.s8.s8.s32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, {%0, %1, %2, %3};"
+        : "+r"(c[0]), "+r"(c[1]), "+r"(c[2]), "+r"(c[3]) : "r"(a0), "r"(a1), "r"(a2), "r"(a3), "r"(b0), "r"(b1));
+}
 DEVICE void load(u32 (&a)[4], const void* row) {  // four matrices of 8 rows of 16 bytes, a row from each lane
     asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0, %1, %2, %3}, [%4];"
                  : "=r"(a[0]), "=r"(a[1]), "=r"(a[2]), "=r"(a[3]) : "r"(address(row)) : "memory");
@@ -63,6 +67,8 @@ DEVICE float power(float x) {
 }
 DEVICE float swap(float x, int mask) { return __shfl_xor_sync(0xffffffffu, x, mask); }
 DEVICE int swap(int x, int mask) { return __shfl_xor_sync(0xffffffffu, x, mask); }
+DEVICE u32 most_of_warp(u32 x) { return __reduce_max_sync(0xffffffffu, x); }
+DEVICE u32 pick(u32 a, u32 b, u32 which) { return __byte_perm(a, b, which); }
 DEVICE void meet_warp() { __syncwarp(); }
 DEVICE void meet() { asm volatile("bar.sync 1, 256;" ::: "memory"); }
 DEVICE void meet_all() { __syncthreads(); }
@@ -84,6 +90,7 @@ DEVICE float inverse(float x) { return __fdividef(1.0f, x); }
 struct alignas(16) Four { u32 x, y, z, w; };
 struct alignas(16) Floats { float x, y, z, w; };
 struct alignas(8) Two { u32 x, y; };
+struct alignas(8) Pair { float x, y; };
 
 DEVICE float low(u32 both) { return bits(both << 16); }
 DEVICE float high(u32 both) { return bits(both & 0xffff0000u); }

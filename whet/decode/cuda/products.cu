@@ -6,17 +6,21 @@ struct Products {
     Ring ring;
     int warp, lane, tid, turn;  // turn: which of two buffers of sums is written
     bool lost;
+    float digit;       // what the last digit of x counts; 1 where x has none
     const u64* heard;  // the copy of the words that this block reads
 
     DEVICE Products(const Args& a_, unsigned char* base_, Ring r)
-        : a(a_), base(base_), ring(r), warp(WARP_ID), lane(LANE), tid(warp * 32 + lane), turn(0), lost(false),
+        : a(a_), base(base_), ring(r), warp(WARP_ID), lane(LANE), tid(warp * 32 + lane), turn(0), lost(false), digit(1),
           heard(a_.words + BLOCK_ID % COPIES * A_COPY) {}
 
-    DEVICE bf16* x_of(int chunk) { return (bf16*)(base + S_X + warp * X_BYTES) + chunk * SLICE; }
+    DEVICE u32* x_of(int chunk) { return (u32*)(base + S_X + warp * X_BYTES + chunk * X_PART); }
     DEVICE float* sums(int row) { return (float*)(base + S_PART) + (turn * SUMS + row) * WARPS; }
     DEVICE float* squares() { return (float*)(base + S_SQUARE) + turn * WARPS; }
-    DEVICE int place(int chunk) { return chunk * CH + warp * SLICE + lane * 4; }  // of the lane's four columns
-    DEVICE int pair(int chunk) { return chunk * (CH / 2) + warp * (SLICE / 2) + lane * 2; }  // of the two words that hold them
+    // Of the lane's four columns. int4: a byte holds two that are half of all columns apart; 32 of the one, 32 of the other.
+    DEVICE int place(int chunk, int columns) {
+        if (BITS != 4) return chunk * CH + warp * SLICE + lane * 4;
+        return chunk * ROW + warp * WARP_ROW + lane / 16 * 32 + lane % 8 * 4 + lane / 8 % 2 * (columns / 2);
+    }
     DEVICE const u64* words(int at) { return heard + at; }
     DEVICE void tell(int at, u32 value, u32 generation) {
         u64* to = anew(a.words);
@@ -32,8 +36,61 @@ struct Products {
 
     // In the order in which column() reads: for each lane of a quad the pairs of two steps of 16 columns.
     DEVICE void keep(int chunk, u32 one, u32 two) {
-        u32* to = (u32*)x_of(chunk) + lane / 8 * 16 + lane % 2 * 8 + lane % 8 / 4 * 2 + lane % 4 / 2;
+        u32* to = x_of(chunk) + lane / 8 * 16 + lane % 2 * 8 + lane % 8 / 4 * 2 + lane % 4 / 2;
         to[0] = one, to[4] = two;
+    }
+
+    // As two digits of a byte: the first of all chunks, then the second. The largest is not 32767: it is rounded up at times,
+    // and the first digit too. What is not a number makes the digit's value such.
+    template <int N>
+    DEVICE void keep_digits(const float (&x)[N][4]) {
+        constexpr float LARGEST = 32512;
+        u32 most = bits(1e-30f);
+#pragma unroll
+        for (int i = 0; i < 4 * N; i++) {
+            u32 size = bits(x[i / 4][i % 4]) & 0x7fffffffu;
+            most = size > most ? size : most;
+        }
+        float largest = bits(most_of_warp(most)), steps = LARGEST * inverse(largest);
+        digit = largest * (1.0f / LARGEST / (BITS == 4 ? 16 : 1));
+#pragma unroll
+        for (int c = 0; c < N; c++) {
+            u32 v[4], w[4];
+#pragma unroll
+            for (int i = 0; i < 4; i++) v[i] = bits(x[c][i] * steps + 12582912.0f), w[i] = v[i] + 128;  // 1.5 * 2^23
+            u32* to = x_of(c) + lane / 16 * 16 + lane % 4 * 4 + lane / 8 % 2 * 2 + lane / 4 % 2;
+            to[0] = pick(pick(w[0], w[1], 0x0051), pick(w[2], w[3], 0x0051), 0x5410);
+            to[NX * X_PART / 4] = pick(pick(v[0], v[1], 0x0040), pick(v[2], v[3], 0x0040), 0x5410);
+        }
+    }
+
+    // x that is bf16, in pairs, of the heads or the activation.
+    template <int N>
+    DEVICE void keep_pairs(const u64 (&v)[N][2]) {
+        if (BITS == 16) {
+#pragma unroll
+            for (int c = 0; c < N; c++) keep(c, (u32)v[c][0], (u32)v[c][1]);
+        } else {
+            float x[N][4];
+#pragma unroll
+            for (int i = 0; i < 4 * N; i++) {
+                u32 both = (u32)v[i / 4][i % 4 / 2];
+                x[i / 4][i % 4] = i % 2 ? high(both) : low(both);
+            }
+            keep_digits(x);
+        }
+        meet_warp();
+    }
+
+    // The words of the lane's columns in each of N chunks, once they are there.
+    template <int N>
+    DEVICE void pairs_in(int at, u32 generation) {
+        u64 v[N][2];
+        const u64* from[N];
+#pragma unroll
+        for (int c = 0; c < N; c++) from[c] = words(at + place(c, N * CH) / 2);
+        hear(v, from, generation, N, a, lost);
+        keep_pairs(v);
     }
 
     // x times the norm's weight, in two parts. Returns its squares' sum in this lane. x is heard, or comes from the embedding.
@@ -42,27 +99,32 @@ struct Products {
         if (row) {
 #pragma unroll
             for (int c = 0; c < NK; c++) {
-                Two e = *(const Two*)(row + place(c));
+                Two e = *(const Two*)(row + place(c, K));
                 x[c][0] = low(e.x), x[c][1] = high(e.x), x[c][2] = low(e.y), x[c][3] = high(e.y);
             }
         } else {
             u64 v[2 * NK][2];
             const u64* from[2 * NK];
 #pragma unroll
-            for (int c = 0; c < NK; c++) from[2 * c] = words(at + place(c)), from[2 * c + 1] = from[2 * c] + 2;
+            for (int c = 0; c < NK; c++) from[2 * c] = words(at + place(c, K)), from[2 * c + 1] = from[2 * c] + 2;
             hear(v, from, generation, 2 * NK, a, lost);
 #pragma unroll
             for (int i = 0; i < 4 * NK; i++) x[i / 4][i % 4] = value(v[i / 2][i % 2]);
         }
 #pragma unroll
         for (int c = 0; c < NK; c++) {
-            float y[4] = {x[c][0] * low(w[c].x), x[c][1] * high(w[c].x), x[c][2] * low(w[c].y), x[c][3] * high(w[c].y)};
-            u32 one = rounded(y[0], y[1]), two = rounded(y[2], y[3]);
-            keep(c, one, two);
-            keep(NX + c, rounded(y[0] - low(one), y[1] - high(one)), rounded(y[2] - low(two), y[3] - high(two)));
 #pragma unroll
             for (int i = 0; i < 4; i++) square += x[c][i] * x[c][i];
+            float y[4] = {x[c][0] * low(w[c].x), x[c][1] * high(w[c].x), x[c][2] * low(w[c].y), x[c][3] * high(w[c].y)};
+            if (BITS == 16) {
+                u32 one = rounded(y[0], y[1]), two = rounded(y[2], y[3]);
+                keep(c, one, two);
+                keep(NX + c, rounded(y[0] - low(one), y[1] - high(one)), rounded(y[2] - low(two), y[3] - high(two)));
+            }
+#pragma unroll
+            for (int i = 0; i < 4; i++) x[c][i] = y[i];
         }
+        if (BITS < 16) keep_digits(x);
         meet_warp();
         return square;
     }
@@ -80,61 +142,93 @@ struct Products {
         }
     }
 
-    // A stage's product: tiles of 16 rows, each as two units, where a block has more than 8 rows or PAIRS of them; else one
-    // tile of 8 rows, whose upper half is the second half of the warp's slice. ROWS: of all blocks, in steps of BY.
+    // A stage's product: tiles of 16 rows, two halves of 8, where a block has more than 8 rows or PAIRS of them; else one tile
+    // of 8 rows, whose upper half is the second half of the warp's slice. ROWS: of all blocks, in steps of BY.
     template <int CHUNKS_, int ROWS, int BY, bool PAIRS, bool REST_>
     struct Stage {
         static constexpr int CHUNKS = CHUNKS_, LEAST = ROWS / BY / P * BY, MOST = (ROWS / BY + P - 1) / P * BY;
         static constexpr bool REST = REST_, TWO = PAIRS || REST_ || MOST > 8;  // REST: x has a second part
-        static constexpr int STEPS = TWO ? 8 : 4, TOGETHER = PAIRS ? SUMS / 2 : SUMS;
+        static constexpr int LOADS = WARP_ROW / (TWO ? 32 : 64), STEPS = BITS == 4 ? 2 * LOADS : LOADS;  // of 32 bytes; of x
+        static constexpr int TOGETHER = PAIRS ? SUMS / 2 : SUMS;
         static constexpr int ALL = PAIRS ? (MOST + 7) / 8 : (MOST + 15) / 16, FIT = 4 / CHUNKS;
         static constexpr int N = !TWO ? (CHUNKS <= 6) : ALL < FIT ? ALL : FIT;  // tiles held in registers
         static constexpr bool WHOLE = ALL <= N && MOST <= TOGETHER;             // and that is all there is
         static constexpr bool SAME = WHOLE && (LEAST + 7) / 8 == (MOST + 7) / 8;  // and no block has fewer
         static constexpr int SUMMED = CHUNKS > 1 ? CHUNKS : 2;                  // sums that do not wait for each other
-        static DEVICE int units(int n) { return ((n < TOGETHER ? n : TOGETHER) + 7) / 8 * (PAIRS ? 2 : 1); }
+        static DEVICE int halves(int n) { return ((n < TOGETHER ? n : TOGETHER) + 7) / 8 * (PAIRS ? 2 : 1); }
     };
     template <class S>
-    struct Early { u32 w[S::N ? S::N * S::CHUNKS : 1][S::STEPS][4]; };
+    struct Weights { u32 w[S::LOADS][4], scale[2]; };  // scale: int4, a half's low and high nibbles'
     template <class S>
-    struct Sum { float c[S::SUMMED][4]; };
+    struct Early { Weights<S> w[S::N ? S::N * S::CHUNKS : 1]; };
+    template <class S>
+    struct Sum { Number c[S::SUMMED][4]; };
 
-    // A tile's weights of one chunk as the tensor cores take them; two: there is a second unit.
+    // A tile's weights of one chunk as the tensor cores take them; two: there is a second half.
     template <class S>
-    DEVICE void take(u32 (&w)[S::STEPS][4], bool two) {
-        const unsigned char *from = unit(), *lower = from;
-        int matrix = lane / 8, at = lane % 8 * PITCH + (warp * SLICE + matrix / 2 * 8) * 2;
-        Ring next = ring;
-        if (S::TWO && two) {
+    DEVICE void take(Weights<S>& w, int chunk, bool two) {
+        const byte *from = unit(), *lower = from + (S::TWO && HIGH == 16 ? 8 * PITCH : 0);
+        int matrix = lane / 8, at = lane % 8 * PITCH + warp * WARP_ROW + matrix / 2 * 16;
+        if (S::TWO && HIGH == 8 && two) {
+            Ring next = ring;
             next.step();
             await(&next.full[next.slot], next.phase);
             lower = next.units + next.slot * UNIT;
         }
-        from = (matrix % 2 ? lower : from) + at + (S::TWO ? 0 : matrix % 2 * SLICE);
+        const byte* lane_from = (matrix % 2 ? lower : from) + at + (S::TWO ? 0 : matrix % 2 * (WARP_ROW / 2));
 #pragma unroll
-        for (int i = 0; i < S::STEPS; i++) load(w[i], from + i * 32);
-        release(S::TWO && two ? 2 : 1);
+        for (int i = 0; i < S::LOADS; i++) load(w.w[i], lane_from + i * 32);
+        if (BITS == 4) {
+            constexpr int GROUPS = S::CHUNKS * CH / GROUP;
+            const bf16* scale = (const bf16*)(from + GROUPS_AT) + lane / 4 * GROUPS + chunk * (ROW / GROUP) + warp / 2;
+#pragma unroll
+            for (int i = 0; i < (S::TWO ? 2 : 1); i++)
+                w.scale[i] = scale[i * 8 * GROUPS] | (u32)scale[i * 8 * GROUPS + GROUPS / 2] << 16;
+        }
+        release(S::TWO && HIGH == 8 && two ? 2 : 1);
     }
 
-    // x of a chunk: column 0 the rounded part, column 1 the rest; for a tile of 8 rows column 2 the second half of the slice.
+    // x of a chunk: column 0 the rounded part or the first digit, column 1 the rest. For a tile of 8 rows columns 2 and 3 are
+    // those of the second half of the slice.
     template <class S>
     DEVICE void column(u32 (&b)[S::STEPS][2], int chunk) {
-        int g = lane / 4;
-        bool used = g == 0 || g == (S::TWO ? 1 : 2);
-        const u32* from = (const u32*)(S::TWO && g ? x_of(NX + chunk) : x_of(chunk)) + lane % 4 * 4 + (S::TWO || !g ? 0 : 32);
+        constexpr int PARTS = BITS < 16 || S::REST ? 2 : 1;
+        int g = lane / 4, part = g % 2, half = S::TWO ? 0 : g / 2;
+        bool used = g < (S::TWO ? 2 : 4) && part < PARTS;
+        const u32* from = x_of(part && used ? NX + chunk : chunk) + lane % 4 * 4 + half * (S::STEPS * 8);
 #pragma unroll
         for (int i = 0; i < S::STEPS; i += 2) {
             Four v = {0, 0, 0, 0};
-            if (used && (!S::TWO || S::REST || !g)) v = *(const Four*)(from + i * 8);
+            if (used) v = *(const Four*)(from + i * 8);
             b[i][0] = v.x, b[i][1] = v.y, b[i + 1][0] = v.z, b[i + 1][1] = v.w;
         }
     }
 
+    // 16 times nibble - 8, as bytes.
+    DEVICE u32 low_nibbles(u32 w) { return ((w << 4) & 0xf0f0f0f0u) ^ 0x80808080u; }
+    DEVICE u32 high_nibbles(u32 w) { return (w & 0xf0f0f0f0u) ^ 0x80808080u; }
+
     template <class S>
-    DEVICE void multiply(Sum<S>& s, const u32 (&w)[S::STEPS][4], const u32 (&b)[S::STEPS][2], int chunk) {
+    DEVICE void multiply(Sum<S>& s, const Weights<S>& w, const u32 (&b)[S::STEPS][2], int chunk) {
+        if constexpr (BITS > 4) {
 #pragma unroll
-        for (int i = 0; i < S::STEPS; i++)
-            mma(s.c[S::CHUNKS > 1 ? chunk : i % 2], w[i][0], w[i][1], w[i][2], w[i][3], b[i][0], b[i][1]);
+            for (int i = 0; i < S::LOADS; i++)
+                mma(s.c[S::CHUNKS > 1 ? chunk : i % 2], w.w[i][0], w.w[i][1], w.w[i][2], w.w[i][3], b[i][0], b[i][1]);
+        } else {
+            int c[2][4] = {};
+#pragma unroll
+            for (int i = 0; i < S::LOADS; i++) {
+                u32 v[4] = {w.w[i][0], w.w[i][1], w.w[i][2], w.w[i][3]};
+                mma(c[0], low_nibbles(v[0]), low_nibbles(v[1]), low_nibbles(v[2]), low_nibbles(v[3]), b[2 * i][0], b[2 * i][1]);
+                mma(c[1], high_nibbles(v[0]), high_nibbles(v[1]), high_nibbles(v[2]), high_nibbles(v[3]),
+                    b[2 * i + 1][0], b[2 * i + 1][1]);
+            }
+#pragma unroll
+            for (int i = 0; i < 4; i++) {
+                u32 scale = w.scale[S::TWO ? i / 2 : 0];
+                s.c[0][i] += (float)c[0][i] * low(scale) + (float)c[1][i] * high(scale);
+            }
+        }
     }
 
     template <class S>
@@ -142,33 +236,32 @@ struct Products {
         float c[4];
 #pragma unroll
         for (int i = 0; i < 4; i++) {
-            c[i] = 0;
+            Number sum = 0;
 #pragma unroll
-            for (int j = 0; j < S::SUMMED; j++) c[i] += s.c[j][i];
+            for (int j = 0; j < S::SUMMED; j++) sum += s.c[j][i];
+            c[i] = (float)sum;
         }
+        float first = BITS < 16 ? 256 * digit : 1, second = BITS < 16 ? digit : 1;  // what the columns count
         float* to = sums(tile * 16 + lane / 4) + warp;
-        if (lane % 4 == 0) to[0] = c[0] + c[1];
-        if (lane % 4 == (S::TWO ? 0 : 1)) to[8 * WARPS] = c[2] + c[3];
+        if (lane % 4 == 0) to[0] = c[0] * first + c[1] * second;
+        if (lane % 4 == (S::TWO ? 0 : 1)) to[8 * WARPS] = c[2] * first + c[3] * second;
     }
 
-    // Into registers while x is still on its way. Nothing for no units.
+    // Into registers while x is still on its way. Nothing for no rows.
     template <class S>
-    DEVICE void take_early(Early<S>& e, int units) {
+    DEVICE void take_early(Early<S>& e, int halves) {
 #pragma unroll
         for (int i = 0; i < S::N * S::CHUNKS; i++) {
-            if (!S::SAME) {
-#pragma unroll
-                for (int j = 0; j < S::STEPS * 4; j++) e.w[i][j / 4][j % 4] = 0;
-            }
-            int unit = i / S::CHUNKS * 2;
-            int there = S::SAME ? S::units(S::MOST) : units;
-            if (S::SAME || unit < there) take<S>(e.w[i], unit + 1 < there);
+            if (!S::SAME) e.w[i] = {};
+            int half = i / S::CHUNKS * 2;
+            int there = S::SAME ? S::halves(S::MOST) : halves;
+            if (S::SAME || half < there) take<S>(e.w[i], i % S::CHUNKS, half + 1 < there);
         }
     }
 
     // All tiles of up to TOGETHER rows; then all warps' sums, and those of the squares, are there.
     template <class S, class REST_OF>
-    DEVICE void finish(Early<S>& e, int units, float square) {
+    DEVICE void finish(Early<S>& e, int halves, float square) {
         Sum<S> sum[S::N ? S::N : 1] = {};
 #pragma unroll
         for (int chunk = 0; chunk < S::CHUNKS; chunk++) {
@@ -186,20 +279,20 @@ struct Products {
         if (REST_OF::WHOLE)
             meet();
         else
-            rows<REST_OF>(units, S::N);
+            rows<REST_OF>(halves, S::N);
     }
 
     template <class S>
-    DEVICE void rows(int units, int tile) {
+    DEVICE void rows(int halves, int tile) {
         u32 b[S::STEPS][2];
         if (S::CHUNKS == 1) column<S>(b, 0);
-        for (; 2 * tile < units; tile++) {
+        for (; 2 * tile < halves; tile++) {
             Sum<S> sum = {};
 #pragma unroll 1
             for (int chunk = 0; chunk < S::CHUNKS; chunk++) {
                 if (S::CHUNKS > 1) column<S>(b, chunk);
-                u32 w[S::STEPS][4];
-                take<S>(w, 2 * tile + 1 < units);
+                Weights<S> w;
+                take<S>(w, chunk, 2 * tile + 1 < halves);
                 multiply<S>(sum, w, b, 0);
             }
             keep_sum<S>(tile, sum);
@@ -228,15 +321,20 @@ struct Products {
     template <class S>
     DEVICE bool more(int r, int n) { return !S::WHOLE && r < n; }
 
-    DEVICE void qkv(Early<In>& early, float square, const Layer& w, int begin, int n, u32 generation) {
+    // A row's scale where weights are bytes: loaded early, used late.
+    DEVICE float scale_of(const Matrix& w, int row, bool there) {
+        return BITS == 8 && there ? ((const float*)w.scale)[row] : 1.0f;
+    }
+
+    DEVICE void qkv(Early<In>& early, float square, const Layer& w, float scale, int begin, int n, u32 generation) {
         for (int r = 0;;) {
             if (r == 0)
-                finish<In, In>(early, In::units(n), square);
+                finish<In, In>(early, In::halves(n), square);
             else
-                rows<In>(In::units(n - r), 0);
+                rows<In>(In::halves(n - r), 0);
             if (tid < n - r && tid < SUMS) {
-                float y = summed(tid) * scale_of_norm();
                 int row = begin + r + tid;
+                float y = summed(tid) * scale_of_norm() * (r == 0 ? scale : scale_of(w.qkv, row, true));
                 if (QKV_BIAS) y += wide(w.qkv_bias[row]);
                 tell(AT_QKV + row, bits(y), generation);
             }
@@ -255,24 +353,26 @@ struct Products {
 
     // Adds to the residual: `mine` is the row of this thread, in float32 for good.
     template <class S>
-    DEVICE void add(Early<S>& early, int at, int begin, int n, float& mine, u32 generation) {
-        finish<S, S>(early, S::units(n), 0);
+    DEVICE void add(Early<S>& early, float scale, int at, int begin, int n, float& mine, u32 generation) {
+        finish<S, S>(early, S::halves(n), 0);
         if (tid < n) {
-            mine += summed(tid) + (S::TWO ? 0 : summed(8 + tid));
+            mine += (summed(tid) + (S::TWO ? 0 : summed(8 + tid))) * scale;
             tell(at + begin + tid, bits(mine), generation);
         }
         turn ^= 1;
     }
 
-    DEVICE void gate_up(Early<Up>& early, float square, int begin, int n, u32 generation) {
+    // scale: of the gate and of up, for a lane's row.
+    DEVICE void gate_up(Early<Up>& early, float square, const Matrix& w, Pair scale, int begin, int n, u32 generation) {
         for (int r = 0;;) {
             if (r == 0)
-                finish<Up, Up>(early, Up::units(n), square);
+                finish<Up, Up>(early, Up::halves(n), square);
             else
-                rows<Up>(Up::units(n - r), 0);
+                rows<Up>(Up::halves(n - r), 0);
             if (warp == 0) {
                 int at = lane / 8 * 16 + lane % 8;
-                float s = scale_of_norm(), g = summed(at) * s, u = summed(at + 8) * s;
+                if (r) scale = scales_of_pair(w, begin + r + lane, lane < n - r);
+                float s = scale_of_norm(), g = summed(at) * s * scale.x, u = summed(at + 8) * s * scale.y;
                 float y = g * u * inverse(1.0f + power(-1.4426950408889634f * g)), next = swap(y, 1);
                 if (lane < n - r && lane % 2 == 0) tell(AT_ACT + (begin + r + lane) / 2, rounded(y, next), generation);
             }
@@ -282,14 +382,7 @@ struct Products {
         }
     }
 
-    DEVICE void act_in(u32 generation) {
-        u64 v[NF][2];
-        const u64* from[NF];
-#pragma unroll
-        for (int c = 0; c < NF; c++) from[c] = words(AT_ACT + pair(c));
-        hear(v, from, generation, NF, a, lost);
-#pragma unroll
-        for (int c = 0; c < NF; c++) keep(c, (u32)v[c][0], (u32)v[c][1]);
-        meet_warp();
+    DEVICE Pair scales_of_pair(const Matrix& w, int row, bool there) {
+        return {scale_of(w, row, there), scale_of(w, row + F, there)};
     }
 };

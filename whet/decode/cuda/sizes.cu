@@ -3,18 +3,25 @@
 // Weights   Every block owns the same rows of every matrix for good. One warp streams them (and the cache's old keys and
 //           values) through a ring in shared memory, in the order they are used, and never waits for a result: while the
 //           others wait for x, the weights of the next stages arrive.
-// Products  Eight warps share a block's rows, each a slice of every row: tensor cores, x as two bf16 columns (what bf16
-//           keeps of it, and what that leaves), sums in float32.
+// Products  Eight warps share a block's rows, each a slice of every row, on tensor cores. bf16: x as two columns (what bf16
+//           keeps of it, and what that leaves), sums in float32. int8 and int4: x as two columns of bytes, the digits of a
+//           16-bit number that counts in steps of the warp's largest x; sums are whole numbers, and no weight is widened.
 // Results   There is no grid barrier. A number travels with its generation in one 8-byte word: whoever needs it reads the
 //           word until the generation is right. A word is written again only after all blocks were heard from since.
 // Never     A wait that lasts longer than `patience` polls gives up, and all waits after it: the kernel ends, `failed` says so.
 //
-// Sizes come as macros: P blocks; L layers, K hidden, H and KV heads of 128, F, V; QK_NORM, QKV_BIAS; LIMIT bytes of shared
-// memory. K, H * 128 and F are multiples of 1024.
+// Sizes come as macros: P blocks; L layers, K hidden, H and KV heads of 128, F, V; QK_NORM, QKV_BIAS; BITS of a weight, 16, 8
+// or 4 (whet/ops/_weights.py); LIMIT bytes of shared memory. K, H * 128 and F are multiples of 1024.
 
 typedef unsigned long long u64;
 typedef unsigned int u32;
 typedef unsigned short bf16;
+typedef unsigned char byte;
+#if BITS == 8
+typedef int Number;  // a sum of products
+#else
+typedef float Number;
+#endif
 
 constexpr int D = 128, G = H / KV, NQ = (H + 2 * KV) * D, HD = H * D;
 constexpr int WARPS = 8, THREADS = (WARPS + 4) * 32;              // that compute; of a block: four more warps, one streams
@@ -22,18 +29,25 @@ constexpr int CH = 1024, SLICE = CH / WARPS;                      // columns of 
 constexpr int NK = K / CH, NHD = HD / CH, NF = F / CH;            // chunks of a row
 constexpr int NX = NK > NHD ? (NK > NF ? NK : NF) : (NHD > NF ? NHD : NF);
 constexpr int KEYS = 64, PAIR = 2 * D * 2 + 32;                   // keys, or values, of a unit; two of them, in other banks
-constexpr int PITCH = CH * 2 + 16;                                // a row of a chunk, in other banks than the next
-constexpr int UNIT = 8 * PITCH > KEYS / 2 * PAIR ? 8 * PITCH : KEYS / 2 * PAIR;  // eight rows
+constexpr int ROW = CH * BITS / 8, PITCH = ROW + 16;              // a row of a chunk, in other banks than the next
+constexpr int WARP_ROW = SLICE * BITS / 8;                        // a warp's share of it
+constexpr int HIGH = BITS == 16 ? 8 : 16;                         // rows of a unit: as many bytes where a weight is one
+constexpr int GROUP = 128, GROUPS_AT = HIGH * PITCH;              // int4: columns that share a scale; where a unit has them
+constexpr int WEIGHTS = GROUPS_AT + (BITS == 4 ? HIGH * NX * (CH / GROUP) * 2 : 0);
+constexpr int UNIT = WEIGHTS > KEYS / 2 * PAIR ? WEIGHTS : KEYS / 2 * PAIR;
 constexpr int SPLITS = P / KV < 2 * WARPS ? P / KV : 2 * WARPS;   // of a sequence at most
+constexpr int DIRECT = 2;                                         // splits that every block joins by itself
 constexpr int COPIES = 4;                                         // of a word: fewer blocks read the same one
-constexpr int FLYING = 4;                                         // units on their way at most
+constexpr int FLYING = BITS == 4 ? 8 : 4;                         // units on their way at most
 constexpr int TILES = 4, SUMS = 16 * TILES;                       // tiles of 16 rows whose sums are exchanged at once
 
-struct Layer { const bf16 *norm1, *qkv, *qkv_bias, *q_norm, *k_norm, *o, *norm2, *gate_up, *down; };
+struct Matrix { const byte* w; const void* scale; };  // scale: int8 a float for each row, int4 a bf16 for each group
+struct Layer { const bf16 *norm1, *qkv_bias, *q_norm, *k_norm, *norm2; Matrix qkv, o, gate_up, down; };
 
 struct Args {
     const Layer* layers;
-    const bf16 *embed, *norm, *head;
+    const bf16 *embed, *norm;
+    Matrix head;
     const float *cosine, *sine;                // (positions, D / 2)
     bf16 *cache_k, *cache_v;                   // one sequence: (L, KV, S, D)
     u64* words;                                // WORDS of them, zeros at first
@@ -51,7 +65,8 @@ constexpr int AT_Y = AT_MOST + SPLITS * H * 2, AT_ACT = AT_Y + HD / 2, AT_BEST =
 constexpr int A_COPY = (AT_BEST + P * 4 + 15) / 16 * 16, N_WORDS = COPIES * A_COPY;
 
 // Shared memory.
-constexpr int S_X = 0, X_BYTES = (NX + NK) * SLICE * 2, S_PART = S_X + WARPS * X_BYTES;
+constexpr int X_PART = SLICE * (BITS == 16 ? 2 : 1), X_BYTES = (NX + (BITS == 16 ? NK : NX)) * X_PART;
+constexpr int S_X = 0, S_PART = S_X + WARPS * X_BYTES;
 constexpr int S_SQUARE = S_PART + 2 * WARPS * SUMS * 4, S_HEADS = S_SQUARE + 2 * WARPS * 4;
 constexpr int S_MOST = S_HEADS + WARPS * G * D * 4, S_JOIN = S_MOST + WARPS * G * 8;
 constexpr int S_JOIN_MOST = S_JOIN + WARPS * D * 4, S_Q = S_JOIN_MOST + WARPS * 8;
@@ -61,6 +76,7 @@ constexpr int ROOM = (LIMIT - S_RING) / UNIT, STAGES = ROOM < MOST_STAGES ? ROOM
 
 static_assert(K % CH == 0 && HD % CH == 0 && F % CH == 0, "sizes must be multiples of 1024");
 static_assert((G == 1 || G == 2 || G == 4) && G * KV == H && P >= H && SPLITS >= 1, "1, 2 or 4 query heads a key head");
-static_assert(SLICE == D, "a warp's slice must be a head");
+static_assert(BITS == 16 || BITS == 8 || BITS == 4, "weights of 16, 8 or 4 bits");
+static_assert(SLICE == D && SLICE == GROUP, "a warp's slice must be a head, and a group");
 static_assert((K + P - 1) / P <= SUMS && STAGES > FLYING, "more multiprocessors or shared memory are needed");
 static_assert(NQ >= P && K >= P && F >= 2 * P && V >= P, "every block must have a row of every matrix: it is heard from so");

@@ -7,39 +7,54 @@ struct Stream {
     DEVICE Stream(Ring r) : ring(r), first(true) {}
 
     // More units on their way would not come faster, and what the blocks tell each other would wait behind them.
-    DEVICE void unit(const bf16* from, int rows, long long stride, int bytes, int last, int pitch) {
+    // Each lane copies `bytes` or none; `all`: what the warp copies.
+    DEVICE void unit(const void* from, int to, int bytes, int all) {
         if (!first) await(&ring.empty[ring.slot], ring.phase ^ 1);
         if (!first || ring.slot >= FLYING) {
             int before = ring.slot - FLYING;
             await(&ring.full[before < 0 ? before + STAGES : before], before < 0 ? ring.phase ^ 1 : ring.phase);
         }
-        if (LANE == 0) expect(&ring.full[ring.slot], (rows - 1) * bytes + last);
+        if (LANE == 0) expect(&ring.full[ring.slot], all);
         meet_warp();
-        if (LANE < rows)
-            fetch(ring.units + ring.slot * UNIT + LANE * pitch, from + LANE * stride, LANE + 1 < rows ? bytes : last,
-                  &ring.full[ring.slot]);
+        if (bytes) fetch(ring.units + ring.slot * UNIT + to, from, bytes, &ring.full[ring.slot]);
         ring.step();
         if (ring.slot == 0) first = false;
     }
 
-    // Rows [begin, begin + n) of w (.., columns): tiles of two units, chunk by chunk. apart: a tile is eight rows of the gate
-    // and the same of the up projection, so many rows further; else 16 rows.
-    DEVICE void rows(const bf16* w, long long columns, int begin, int n, int apart) {
+    // Rows [begin, begin + n) of w (.., columns): tiles chunk by chunk, each of one unit or two. apart: a tile is eight rows of
+    // the gate and the same of the up projection, so many rows further; else 16 rows.
+    DEVICE void rows(const Matrix& w, int columns, int begin, int n, int apart) {
+        long long stride = (long long)columns * BITS / 8;
+        int lane = LANE % HIGH;
         for (int r = 0; r < n; r += apart ? 8 : 16)
-            for (int c = 0; c < columns; c += CH)
-                for (int u = 0; u < 2; u++) {
-                    int at = apart ? r : r + 8 * u, left = n - at;
-                    const bf16* from = w + (begin + at + u * (long long)apart) * columns + c;
-                    if (left > 0) unit(from, left < 8 ? left : 8, columns, CH * 2, CH * 2, PITCH);
+            for (int c = 0; c < stride; c += ROW)
+                for (int u = 0; u < 16 / HIGH; u++) {
+                    int row = lane + u * HIGH, left = n - r;  // row: of the tile
+                    bool there = apart ? row % 8 < left : row < left;
+                    long long from = begin + r + (apart ? row / 8 * (long long)apart + row % 8 : row);
+                    int all = apart ? (left < 8 ? left : 8) * (HIGH / 8) : left - u * HIGH < HIGH ? left - u * HIGH : HIGH;
+                    if (all > 0) unit_of(w, from, stride, c, there, columns / GROUP * 2, all);
                 }
+    }
+
+    // A unit's rows, and with int4 their scales: of all chunks, for a copy is of 16 bytes at least.
+    DEVICE void unit_of(const Matrix& w, long long row, long long stride, int at, bool there, int scales, int all) {
+        bool second = LANE >= HIGH;
+        const byte* from = BITS == 4 && second ? (const byte*)w.scale + row * scales : w.w + row * stride + at;
+        there &= BITS == 4 || !second;
+        int to = LANE % HIGH * PITCH, each = BITS == 4 ? ROW + scales : ROW;
+        if (BITS == 4 && second) to = GROUPS_AT + LANE % HIGH * scales;
+        unit(from, to, there ? (BITS == 4 && second ? scales : ROW) : 0, all * each);
     }
 
     // A unit of keys, then one of their values.
     DEVICE void keys(const bf16* k, const bf16* v, int n) {
         for (int at = 0; at < n; at += KEYS) {
-            int here = n - at < KEYS ? n - at : KEYS, last = (here % 2 ? 1 : 2) * D * 2;
-            unit(k + (long long)at * D, (here + 1) / 2, 2 * D, 2 * D * 2, last, PAIR);
-            unit(v + (long long)at * D, (here + 1) / 2, 2 * D, 2 * D * 2, last, PAIR);
+            int here = n - at < KEYS ? n - at : KEYS, left = here - 2 * LANE;
+            int bytes = (left < 0 ? 0 : left < 2 ? left : 2) * D * 2;
+            long long from = (at + 2 * LANE) * (long long)D;
+            unit(k + from, LANE * PAIR, bytes, here * D * 2);
+            unit(v + from, LANE * PAIR, bytes, here * D * 2);
         }
     }
 };
