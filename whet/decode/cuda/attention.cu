@@ -224,33 +224,4 @@ struct Attention : Products {
             tell(AT_Y + head * (D / 2) + tid, rounded(out[0], out[1]), generation);
         }
     }
-
-    // Few splits: every block joins them for itself, and nobody waits for one more exchange.
-    DEVICE void join_here(int splits, u32 generation) {
-        constexpr int EACH = 2 * DIRECT;
-        u64 v[NHD * EACH][2], y[NHD][2];
-        const u64* from[NHD * EACH];
-#pragma unroll
-        for (int i = 0; i < NHD * DIRECT; i++) {
-            int column = place(i / DIRECT, HD), split = i % DIRECT < splits ? i % DIRECT : 0;
-            from[2 * i] = words(AT_MOST + (split * H + column / D) * 2);
-            from[2 * i + 1] = words(AT_PART + split * (HD / 2) + column / 2);
-        }
-        hear(v, from, generation, NHD * EACH, a, lost);
-#pragma unroll
-        for (int c = 0; c < NHD; c++) {
-            float x[4], most, sum;
-            join_splits<DIRECT>(x, most, sum, v + c * EACH, splits);
-            float each = inverse(sum);
-            y[c][0] = rounded(x[0] * each, x[1] * each), y[c][1] = rounded(x[2] * each, x[3] * each);
-        }
-        keep_pairs(y);
-    }
-
-    DEVICE void heads_in(int splits, u32 generation) {
-        if (splits > 1 && splits <= DIRECT)
-            join_here(splits, generation);
-        else
-            pairs_in<NHD>(splits > 1 ? AT_Y : AT_PART, generation);
-    }
 };

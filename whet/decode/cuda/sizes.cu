@@ -36,7 +36,6 @@ constexpr int GROUP = 128, GROUPS_AT = HIGH * PITCH;              // int4: colum
 constexpr int WEIGHTS = GROUPS_AT + (BITS == 4 ? HIGH * NX * (CH / GROUP) * 2 : 0);
 constexpr int UNIT = WEIGHTS > KEYS / 2 * PAIR ? WEIGHTS : KEYS / 2 * PAIR;
 constexpr int SPLITS = P / KV < 2 * WARPS ? P / KV : 2 * WARPS;   // of a sequence at most
-constexpr int DIRECT = 2;                                         // splits that every block joins by itself
 constexpr int COPIES = 4;                                         // of a word: fewer blocks read the same one
 constexpr int FLYING = BITS == 4 ? 8 : 4;                         // units on their way at most
 constexpr int TILES = 4, SUMS = 16 * TILES;                       // tiles of 16 rows whose sums are exchanged at once

@@ -22,29 +22,23 @@ struct Stream {
     }
 
     // Rows [begin, begin + n) of w (.., columns): tiles chunk by chunk, each of one unit or two. apart: a tile is eight rows of
-    // the gate and the same of the up projection, so many rows further; else 16 rows.
+    // the gate and the same of the up projection, so many rows further; else 16 rows. With int4 lanes 16 and 17 copy the
+    // scales of eight rows each, of all chunks: a copy is of 16 bytes at least, and takes about 90 clocks however short it is.
     DEVICE void rows(const Matrix& w, int columns, int begin, int n, int apart) {
         long long stride = (long long)columns * BITS / 8;
-        int lane = LANE % HIGH;
+        int scales = columns / GROUP * 2;
+        bool scale = BITS == 4 && LANE >= 16;
+        int first = scale ? (LANE - 16) * 8 : LANE, to = scale ? GROUPS_AT + first * scales : LANE * PITCH;  // of this lane
         for (int r = 0; r < n; r += apart ? 8 : 16)
             for (int c = 0; c < stride; c += ROW)
                 for (int u = 0; u < 16 / HIGH; u++) {
-                    int row = lane + u * HIGH, left = n - r;  // row: of the tile
-                    bool there = apart ? row % 8 < left : row < left;
-                    long long from = begin + r + (apart ? row / 8 * (long long)apart + row % 8 : row);
-                    int all = apart ? (left < 8 ? left : 8) * (HIGH / 8) : left - u * HIGH < HIGH ? left - u * HIGH : HIGH;
-                    if (all > 0) unit_of(w, from, stride, c, there, columns / GROUP * 2, all);
+                    int row = first + u * HIGH, left = n - r - (apart ? row % 8 : row);
+                    int all = apart ? (n - r < 8 ? n - r : 8) * (HIGH / 8) : n - r - u * HIGH;
+                    long long at = begin + r + (apart ? row / 8 * (long long)apart + row % 8 : row);
+                    const byte* from = scale ? (const byte*)w.scale + at * scales : w.w + at * stride + c;
+                    int bytes = first >= HIGH || left <= 0 ? 0 : scale ? (left < 8 ? left : 8) * scales : ROW;
+                    if (all > 0) unit(from, to, bytes, (all < HIGH ? all : HIGH) * (BITS == 4 ? ROW + scales : ROW));
                 }
-    }
-
-    // A unit's rows, and with int4 their scales: of all chunks, for a copy is of 16 bytes at least.
-    DEVICE void unit_of(const Matrix& w, long long row, long long stride, int at, bool there, int scales, int all) {
-        bool second = LANE >= HIGH;
-        const byte* from = BITS == 4 && second ? (const byte*)w.scale + row * scales : w.w + row * stride + at;
-        there &= BITS == 4 || !second;
-        int to = LANE % HIGH * PITCH, each = BITS == 4 ? ROW + scales : ROW;
-        if (BITS == 4 && second) to = GROUPS_AT + LANE % HIGH * scales;
-        unit(from, to, there ? (BITS == 4 && second ? scales : ROW) : 0, all * each);
     }
 
     // A unit of keys, then one of their values.
