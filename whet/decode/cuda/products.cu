@@ -154,7 +154,7 @@ struct Products {
         static constexpr int N = !TWO ? (CHUNKS <= 6) : ALL < FIT ? ALL : FIT;  // tiles held in registers
         static constexpr bool WHOLE = ALL <= N && MOST <= TOGETHER;             // and that is all there is
         static constexpr bool SAME = WHOLE && (LEAST + 7) / 8 == (MOST + 7) / 8;  // and no block has fewer
-        static constexpr int SUMMED = CHUNKS > 1 ? CHUNKS : 2;                  // sums that do not wait for each other
+        static constexpr int SUMMED = BITS == 4 ? 1 : CHUNKS > 1 ? CHUNKS : 2;  // sums that do not wait for each other
         static DEVICE int halves(int n) { return ((n < TOGETHER ? n : TOGETHER) + 7) / 8 * (PAIRS ? 2 : 1); }
     };
     template <class S>
@@ -224,9 +224,10 @@ struct Products {
                     b[2 * i + 1][0], b[2 * i + 1][1]);
             }
 #pragma unroll
-            for (int i = 0; i < 4; i++) {
+            for (int i = 0; i < 4; i += 2) {  // both digits: at most 2^28
                 u32 scale = w.scale[S::TWO ? i / 2 : 0];
-                s.c[0][i] += (float)c[0][i] * low(scale) + (float)c[1][i] * high(scale);
+                s.c[0][i] += (float)(c[0][i] * 256 + c[0][i + 1]) * low(scale);
+                s.c[0][i] += (float)(c[1][i] * 256 + c[1][i + 1]) * high(scale);
             }
         }
     }
@@ -241,7 +242,7 @@ struct Products {
             for (int j = 0; j < S::SUMMED; j++) sum += s.c[j][i];
             c[i] = (float)sum;
         }
-        float first = BITS < 16 ? 256 * digit : 1, second = BITS < 16 ? digit : 1;  // what the columns count
+        float first = BITS == 16 ? 1 : BITS == 8 ? 256 * digit : digit, second = BITS == 16 ? 1 : BITS == 8 ? digit : 0;
         float* to = sums(tile * 16 + lane / 4) + warp;
         if (lane % 4 == 0) to[0] = c[0] * first + c[1] * second;
         if (lane % 4 == (S::TWO ? 0 : 1)) to[8 * WARPS] = c[2] * first + c[3] * second;
