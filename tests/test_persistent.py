@@ -13,6 +13,7 @@ import torch
 from whet.decode import nvrtc, persistent
 from whet.decode.agree import CHECKED, Truth, by_formulas, widened
 from whet.decode.contender import Persistent
+from whet.decode.quantize import quantize
 from whet.decode.runner import Runner
 from whet.models import qwen3
 from whet.verify import judge
@@ -24,12 +25,14 @@ BLOCKS, SHARED = 16, 232448  # blocks of the run on a CPU: a row of the residual
 PLACES = dict(token=7, old=40)
 
 
-def weights(c, **where):
+def weights(c, quant=None, **where):
     torch.manual_seed(0)
     model = qwen3.random_weights(c, dtype=torch.bfloat16, **where).requires_grad_(False)
     for name, p in model.named_parameters():
         if p.dim() == 1:  # norms and biases that are all alike would hide a wrong index
             p.uniform_(-0.5, 0.5) if name.endswith("bias") else p.uniform_(0.5, 1.5)
+    if quant is not None:
+        quantize(model, quant)
     return model
 
 
@@ -106,17 +109,19 @@ def test_its_logits_are_those_of_the_formulas(built, old, least):
     check(place)
 
 
+@pytest.mark.parametrize("quant", [None, "int8", "int4"])
 @pytest.mark.parametrize("change", [dict(qk_norm=False, qkv_bias=True), dict(heads=16, kv_heads=4, ffn=2048, tied=False)])
-def test_others_of_the_family(built, change):
-    model = weights(dataclasses.replace(SMALL, **change))
+def test_others_of_the_family(built, change, quant):
+    model = weights(dataclasses.replace(SMALL, **change), quant)
     place = Place(built(model), model, PLACES["old"], steps=2)
     assert place.run() == 0
     check(place)
 
 
-def test_blocks_with_eight_rows_and_a_head_whose_first_rows_are_taken_ahead(built):
+@pytest.mark.parametrize("quant", [None, "int8", "int4"])
+def test_blocks_with_eight_rows_and_a_head_whose_first_rows_are_taken_ahead(built, quant):
     """As with many multiprocessors: a tile of eight rows, every stage whole in registers."""
-    model = weights(dataclasses.replace(SMALL, layers=1, vocab=4096))
+    model = weights(dataclasses.replace(SMALL, layers=1, vocab=4096), quant)
     place = Place(built(model, 128), model, PLACES["old"], steps=1)
     assert place.run() == 0
     check(place)
@@ -145,9 +150,10 @@ def test_a_block_that_is_silent_ends_the_kernel_and_is_told(built):
     assert place.run(patience=50, silent=3) == 0 and place.failed.item() == 1
 
 
-def test_what_is_not_a_number_is_seen(built):
-    model = weights(SMALL)
-    model.layers[1].o.data[5] = float("nan")
+@pytest.mark.parametrize("quant", [None, "int8"])
+def test_what_is_not_a_number_is_seen(built, quant):
+    model = weights(SMALL, quant)
+    model.layers[1].norm1[5] = float("nan")
     place = Place(built(model), model, 3, steps=1)
     assert place.run() == 0 and not place.logit.isfinite().any()
 
@@ -159,20 +165,22 @@ def test_a_model_that_does_not_fit_is_told_why():
     assert "multiples of 1024, got hidden 512" in persistent.unfit(whole(hidden=512))
     assert "heads must be of 128" in persistent.unfit(whole(head_dim=64))
     assert "sliding window" in persistent.unfit(whole(window=64))
+    assert "int8 or int4, got fp8" in persistent.unfit(weights(dataclasses.replace(SMALL, layers=1), "fp8"))
     with pytest.raises(ValueError, match="persistent kernel does not fit"):
         persistent.Persistent(weights(SMALL))
     with pytest.raises(ValueError, match="path must be one of auto, graph, persistent"):
         Runner(None, None, 1, path="fast")
 
 
-@pytest.mark.parametrize("arch, blocks", [("sm_90a", 132), ("sm_100a", 148)])
-def test_it_compiles_for_gpus_without_spills(arch, blocks):
+@pytest.mark.parametrize("arch, blocks, bits", [("sm_90a", 132, 16), ("sm_90a", 132, 8), ("sm_90a", 132, 4), ("sm_100a", 148, 16)])
+def test_it_compiles_for_gpus_without_spills(arch, blocks, bits):
     try:
         nvrtc.nvrtc()
     except ValueError as e:
         pytest.skip(str(e))
     model = qwen3.Qwen3(qwen3.SIZES["0.6b"], device="meta", dtype=torch.bfloat16)
-    code, said = nvrtc.compiled(persistent.source(), arch, persistent.sizes_of(model, blocks, SHARED), verbose=True)
+    sizes = persistent.sizes_of(model, blocks, SHARED) | dict(BITS=bits)
+    code, said = nvrtc.compiled(persistent.source(), arch, sizes, verbose=True)
     assert len(code) > 10_000 and re.search(r"\b0 bytes spill stores, 0 bytes spill loads", said), said
 
 
@@ -185,6 +193,19 @@ def test_the_compiler_says_what_is_wrong():
         nvrtc.compiled("__device__ void f() { nothing(); }", "sm_90a", {})
 
 
+def test_a_kernel_that_does_not_load_leaves_the_graph(caplog):
+    class Broken:
+        kernel = None
+
+        def load(self):
+            raise ValueError("no NVRTC library")
+
+    assert persistent.loaded(Broken(), "auto") is None and "decoded by a graph: no NVRTC library" in caplog.text
+    with pytest.raises(ValueError, match="no NVRTC library"):
+        persistent.loaded(Broken(), "persistent")
+    assert persistent.loaded(None, "auto") is None
+
+
 def test_compiled_code_is_kept(tmp_path, monkeypatch):
     monkeypatch.setenv(nvrtc.CACHE, str(tmp_path))
     monkeypatch.setattr(nvrtc, "compiled", lambda source, arch, sizes: (source.encode() + str(sizes).encode(), ""))
@@ -193,8 +214,8 @@ def test_compiled_code_is_kept(tmp_path, monkeypatch):
     assert nvrtc.cached("a", "sm_90a", {"N": 1}) == first and len(list(tmp_path.iterdir())) == 1
 
 
-def big(device, **change):
-    return weights(dataclasses.replace(SMALL, vocab=30000, **change), device=device)
+def big(device, quant=None, **change):
+    return weights(dataclasses.replace(SMALL, vocab=30000, **change), quant, device=device)
 
 
 def begun(model, old: int):
@@ -208,10 +229,11 @@ def begun(model, old: int):
 @pytest.mark.gpu
 @pytest.mark.parametrize("old", [1, 63, 200, 1500])
 @pytest.mark.parametrize("change", [dict(), dict(qk_norm=False, qkv_bias=True, heads=16), dict(hidden=2048, ffn=6144)])
-def test_on_a_gpu_it_agrees_and_gives_the_same_bits_again(device, old, change):
+@pytest.mark.parametrize("quant", [None, "int8", "int4"])
+def test_on_a_gpu_it_agrees_and_gives_the_same_bits_again(device, old, change, quant):
     if why := persistent.unable(torch.device(device)):
         pytest.skip(why)
-    made, truth = begun(big(device, **change), old)
+    made, truth = begun(big(device, quant, **change), old)
     verdict = truth.judge(made)
     assert verdict.ok, verdict.why
     runs = []

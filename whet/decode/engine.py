@@ -130,9 +130,10 @@ class LLM:
     max_batch        prompts decoded at once; more wait
     max_context      tokens of prompt and answer together at most; None: what the model was made for
     memory           for keys and values, in bytes or as "8GiB"; None: what is free, less a tenth. It is taken as needed
-    speculate        "ngram": guess what came before in the text; greedy, one prompt at a time, the same tokens
-    path             how one prompt is decoded greedily: "graph"; "persistent": one kernel for all tokens, in bfloat16, which is
-                     faster up to some thousand tokens and not yet proven to repeat its bits; "auto": graph, for now
+    speculate        "ngram": guess what came before in the text; greedy, one prompt at a time, the tokens of path="graph"
+    path             how one prompt is decoded greedily: "graph", one for each token; "persistent", one kernel for all tokens;
+                     "auto": the kernel on the GPUs where it was verified, for models that fit it and contexts where it is
+                     faster. Their logits differ in the last bits: a token that is all but tied can come out otherwise
     random_weights   "qwen3:0.6b", say, instead of a model: for benchmarks
 
     One call at a time: a new one ends a stream that is still open. Any of them can be interrupted.

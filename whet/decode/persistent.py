@@ -1,11 +1,15 @@
 """Greedy tokens of one sequence in one persistent kernel (cuda/*.cu): no launch, no grid barrier between its stages.
 
 It takes a model of the family in bfloat16, its weights so or in int8 or int4, whose sizes fit, on a GPU with bulk copies (sm_90 and later); unfit() says why
-another does not fit, and the runner's graph decodes it. It is compiled once for each model's sizes, by NVRTC.
+another does not fit, and the runner's graph decodes it. It is compiled once for each model's sizes, by NVRTC, in a thread of
+its own while the weights are made ready and the prompt is read.
 """
 
+import concurrent.futures
 import ctypes
+import functools
 import logging
+from collections.abc import Callable
 from pathlib import Path
 
 import torch
@@ -18,7 +22,7 @@ from whet.ops.attention.common import LOG2E
 PARTS = ("sizes", "device", "stream", "products", "attention", "decode")  # of the source, one after the other
 LEAST = 64  # old keys up to which one block reads a head alone; at 128 keys 192 and 256 take 7% longer
 LONGEST = 8192  # tokens of a context up to which it was faster than the graph: at 4096 it was, at 16384 not
-TRUSTED: tuple[tuple[int, int], ...] = ()  # compute capabilities on which auto takes it: none until its bits repeat
+TRUSTED = ((9, 0),)  # compute capabilities on which auto takes it: those on which it was verified, its bits repeated and timed
 PATIENCE = 1 << 22  # polls: seconds, where a wait is of microseconds
 BITS = {None: 16, "int8": 8, "int4": 4}  # of a weight
 POINTERS = (
@@ -101,12 +105,22 @@ class Persistent:
             props = torch.cuda.get_device_properties(device)
             self.blocks = props.multi_processor_count
             sizes = sizes_of(model, self.blocks, nvrtc.most_shared(device))
-            self.kernel = nvrtc.Kernel(nvrtc.cached(source(), f"sm_{props.major}{props.minor}a", sizes), "decode")
-            self.threads, self.shared = self.kernel.constant("BLOCK_THREADS"), self.kernel.constant("SHARED_BYTES")
-            self.kernel.reserve(self.shared)
+            self.code = compiler().submit(nvrtc.cached, source(), f"sm_{props.major}{props.minor}a", sizes)
+            self.kernel: nvrtc.Kernel | None = None
             self.layers = layer_table(model).to(device)
-            self.words = torch.zeros(self.kernel.constant("WORDS"), dtype=torch.int64, device=device)
             self.generation, self.failed = (torch.zeros(1, dtype=torch.int32, device=device) for _ in range(2))
+
+    def load(self) -> None:
+        """Waits for the compiler, the first time."""
+        if self.kernel is not None:
+            return
+        device = self.model.embed.device
+        with torch.cuda.device(device):
+            kernel = nvrtc.Kernel(self.code.result(), "decode")
+            self.threads, self.shared = kernel.constant("BLOCK_THREADS"), kernel.constant("SHARED_BYTES")
+            kernel.reserve(self.shared)
+            self.words = torch.zeros(kernel.constant("WORDS"), dtype=torch.int64, device=device)
+        self.kernel = kernel
 
     def steps(self, n: int, cache: list[torch.Tensor], token, position, emitted, logit, logits=None) -> None:
         """n tokens of one sequence, enqueued. cache: keys and values (layers, KV, S, D); position and token move on by n."""
@@ -117,6 +131,8 @@ class Persistent:
             emitted=emitted, logit=logit, generation=self.generation, failed=self.failed,
         )
         args = arguments(self.model, held if logits is None else held | {"logits": logits}, n, LEAST, PATIENCE)
+        self.load()
+        assert self.kernel is not None
         self.kernel.launch(self.blocks, self.threads, self.shared, args)
 
 
@@ -128,6 +144,11 @@ def unable(device: torch.device) -> str | None:
     return None if major >= 9 else f"it needs bulk copies, sm_90 or later, got sm_{major}{minor}"
 
 
+@functools.cache
+def compiler() -> concurrent.futures.Executor:
+    return concurrent.futures.ThreadPoolExecutor(1, "whet-nvrtc")
+
+
 def kernel_for(model: Qwen3, path: str) -> Persistent | None:
     """The kernel where it is wanted and fits. auto: on the GPUs where it is TRUSTED."""
     device = model.embed.device
@@ -135,8 +156,25 @@ def kernel_for(model: Qwen3, path: str) -> Persistent | None:
         return Persistent(model)
     if path != "auto" or device.type != "cuda" or torch.cuda.get_device_capability(device) not in TRUSTED or unfit(model):
         return None
+    return instead_of_graph(lambda: Persistent(model))
+
+
+def instead_of_graph(made: Callable[[], Persistent]) -> Persistent | None:
+    """What auto does where the kernel cannot be made or loaded: it says why, and the graph decodes."""
     try:
-        return Persistent(model)
+        return made()
     except (ValueError, RuntimeError) as e:
         log.warning("one sequence is decoded by a graph: %s", e)
         return None
+
+
+def loaded(kernel: Persistent | None, path: str) -> Persistent | None:
+    """The kernel, ready to be launched; for auto None where it does not compile or load."""
+    if kernel is None or kernel.kernel is not None:
+        return kernel
+
+    def load() -> Persistent:
+        kernel.load()
+        return kernel
+
+    return instead_of_graph(load) if path == "auto" else load()

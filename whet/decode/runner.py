@@ -152,8 +152,10 @@ class Runner:
 
     def alone(self, rows: int, context: int, mode: str) -> bool:
         """Whether the persistent kernel decodes these. It is slower than the graph at long contexts."""
-        fits = self.persistent is not None and rows == 1 and mode == "greedy"
-        return fits and (self.path == "persistent" or context <= persistent.LONGEST)
+        if rows != 1 or mode != "greedy" or (self.path == "auto" and context > persistent.LONGEST):
+            return False
+        self.persistent = persistent.loaded(self.persistent, self.path)
+        return self.persistent is not None
 
     def persistent_steps(self, n: int, logits: torch.Tensor | None = None) -> Burst:
         """n tokens of row 0 in one launch; it must be live. logits (n, V): where all of them go."""
