@@ -126,12 +126,12 @@ class Persistent:
         """n tokens of one sequence, enqueued. cache: keys and values (layers, KV, S, D); position and token move on by n."""
         if n < 1:
             raise ValueError(f"the persistent kernel decodes at least one token, got {n}")
+        self.load()
         held = dict(
             layers=self.layers, cache_k=cache[0], cache_v=cache[1], words=self.words, token=token, position=position,
             emitted=emitted, logit=logit, generation=self.generation, failed=self.failed,
         )
         args = arguments(self.model, held if logits is None else held | {"logits": logits}, n, LEAST, PATIENCE)
-        self.load()
         assert self.kernel is not None
         self.kernel.launch(self.blocks, self.threads, self.shared, args)
 
