@@ -120,6 +120,15 @@ def weighed(score, v, most, total, acc):
 
 
 @triton.jit
+def mean(acc, total, out_ptr):
+    """acc / total, correctly rounded where the result is float32: `/` may be two steps off, which a float32 result shows."""
+    if out_ptr.dtype.element_ty == tl.float32:
+        return tl.div_rn(acc, total + tl.zeros_like(acc))
+    else:
+        return acc / total
+
+
+@triton.jit
 def attended(q, k, v, first, at, most, total, acc, window, scale):
     """The running maximum, total and sum after more keys."""
     score = scores(q, k, first, at, window, scale)
@@ -154,7 +163,7 @@ def over_chunk(
     most, total, acc = attended(q, k, v, first, at, most, total, acc, window, scale)
     d, total, stored = tl.arange(0, BLOCK_D)[None, :], tl.max(total, axis=1), rows & (hi > lo)
     if SPLITS == 1:
-        tl.store(out_ptr + place[:, None] * D + d, acc / total[:, None], mask=stored[:, None] & (d < D))
+        tl.store(out_ptr + place[:, None] * D + d, mean(acc, total[:, None], out_ptr), mask=stored[:, None] & (d < D))
     else:
         tl.store(out_ptr + (place * SPLITS + chunk)[:, None] * D + d, acc, mask=stored[:, None] & (d < D))
         tl.store(most_ptr + place * SPLITS + chunk, most, mask=stored)
@@ -275,4 +284,4 @@ def _join_kernel(
         total = total * shrink + tl.sum(n * weight, axis=0)
         acc = acc * shrink[:, None] + tl.sum(a * weight[:, None], axis=0)[None, :]
         most = higher
-    tl.store(out_ptr + row * D + d[None, :], acc / total[:, None], mask=(d < D)[None, :])
+    tl.store(out_ptr + row * D + d[None, :], mean(acc, total[:, None], out_ptr), mask=(d < D)[None, :])
