@@ -11,7 +11,7 @@ import torch
 from rich.console import Console
 from test_cli import example, invoke, said
 
-from whet.decode import agree, bench, contender, evidence, prepare, rivals
+from whet.decode import agree, bench, contender, evidence, prepare, quality, rivals
 from whet.decode.quantize import quantize
 from whet.models.qwen3 import Config, random_weights
 from whet.report import decode as tables
@@ -257,3 +257,19 @@ def test_quality_compares_each_quant_and_transformers_and_says_what_was_random()
     kl = {r["name"]: r["kl"] for r in found["rows"]}
     assert kl["bfloat16"] < kl["int8"] < kl["int4"]
     assert found["weights"] in ("random", "real") and json.dumps(found)
+
+
+def test_quality_scores_the_kernel_for_all_tokens_where_there_is_one(monkeypatch):
+    """The graph's runner, which on a CPU makes plain calls, stands for the kernel."""
+    model, tokens = made(), tokens_of(SMALL, 2, 9)
+    assert evidence.kernel_of(model) == {}  # it is for GPUs
+    steps = evidence.in_steps(contender.Graph(model, 1, 16))
+    torch.testing.assert_close(steps(tokens), quality.plain(model)(tokens))
+
+    def standing(model):
+        return {evidence.ONE_KERNEL: evidence.in_steps(contender.Graph(model, 1, quality.WINDOW))}
+
+    monkeypatch.setattr(evidence, "kernel_of", standing)
+    found = evidence.graded("qwen3:tiny", "cpu", ["int8"], lambda *_: None)
+    assert {"bfloat16, one kernel", "int8, one kernel"} < {r["name"] for r in found["rows"]}
+    assert found["kernel_verdict"]["ok"] and any("one kernel for all" in line for line in tables.verdict_lines(found))

@@ -15,12 +15,14 @@ from typing import Any
 import torch
 
 from whet.decode import load, quality, rivals
+from whet.decode.contender import Graph, Persistent
 from whet.decode.quantize import QUANTS
 from whet.models.qwen3 import Qwen3
 
 PROMPT = " ".join(str(i) for i in range(1, 33))  # tokens as numbers, or the text itself where there is a tokenizer
 WARM = 3  # starts with the weights in the system's page cache
 LIMIT_S = 600.0
+ONE_KERNEL = "one kernel"
 PARTS = ("imported_s", "loaded_s", "first_token_s", "since_start_s")
 
 
@@ -86,7 +88,7 @@ def graded(name: str, device: str, quants: list[str], progress: Callable[[str, i
     run = quality.cached if gpu else quality.plain
     del model
     progress("quality: each quant", 0, 2)
-    found = quality.compare_quants(build, tokens, quants or QUANTS, run=run, batch=8 if gpu else 1)
+    found = quality.compare_quants(build, tokens, quants or QUANTS, run=run, batch=8 if gpu else 1, more=kernel_of)
     base = next(iter(found))
     noise = found[base].error
     result: dict[str, Any] = told | {"path": "token by token, as it decodes" if gpu else "the plain forward", "base": base}
@@ -95,10 +97,29 @@ def graded(name: str, device: str, quants: list[str], progress: Callable[[str, i
         theirs = theirs_of(build(), tokens, batch=8 if gpu else 1)
         verdict = quality.not_worse(found[base], theirs)
         result |= {"verdict": plain_json(verdict.as_dict())}
+        if kernel := found.get(f"{base}, {ONE_KERNEL}"):
+            result |= {"kernel_verdict": plain_json(quality.not_worse(kernel, theirs).as_dict())}
         found = {base: found[base], "transformers": theirs} | found
     except Exception as e:
         result |= {"transformers": f"left out: {type(e).__name__}: {(str(e).splitlines() or [''])[0][:200]}"}
     return result | {"rows": [plain_json(s.as_dict(noise)) | {"name": n} for n, s in found.items()]}
+
+
+def kernel_of(model: Qwen3) -> dict[str, quality.Logits]:
+    """The persistent kernel, where it takes the model."""
+    return {} if Persistent.refused(model, 1) else {ONE_KERNEL: in_steps(Persistent(model, 1, quality.WINDOW))}
+
+
+def in_steps(contender: Graph) -> quality.Logits:
+    """Logits of texts from their beginning: one row after another, each token in a step of its own."""
+    def logits(tokens: torch.Tensor) -> torch.Tensor:
+        rows = []
+        for row in tokens.split(1):
+            contender.held, contender.first = 0, row[:, :1]
+            rows.append(contender.forced(row))
+        return torch.cat(rows)
+
+    return logits
 
 
 def source(name: str, device: str) -> tuple[Callable[[], Qwen3], Any, dict]:

@@ -296,18 +296,24 @@ def not_worse(ours: Scores, theirs: Scores) -> Verdict:
 def compare_quants(
     build: Callable[[], Any], text_tokens: torch.Tensor | Sequence[int], quants: Sequence[str] = QUANTS,
     run: Callable[[Any], Logits] = plain, window: int = WINDOW, batch: int = 1,
+    more: Callable[[Any], Mapping[str, Logits]] = lambda model: {},
 ) -> dict[str, Scores]:
     """Scores of the model that `build` makes, as it is and in each quant; the first, under its dtype's name, gives the noise.
 
     run   how a model is asked for logits: plain, cached, or one's own
+    more  other ways, by name, that are scored beside it
     """
     model = build()
     reference, device = plain(float32_reference(model)), model.embed.device
     name = str(model.embed.dtype).removeprefix("torch.")
-    found = score({name: run(model)}, reference, text_tokens, window, batch, device)
+
+    def ways(name: str) -> dict[str, Logits]:
+        return {name: run(model)} | {f"{name}, {way}": logits for way, logits in more(model).items()}
+
+    found = score(ways(name), reference, text_tokens, window, batch, device)
     for quant in quants:
         del model  # two models at a time: the reference and one more
         model = build()
         quantize(model, quant)
-        found |= score({quant: run(model)}, reference, text_tokens, window, batch, device)
+        found |= score(ways(quant), reference, text_tokens, window, batch, device)
     return found

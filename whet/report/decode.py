@@ -145,9 +145,10 @@ def quality_cells(r: dict) -> list[str]:
 
 
 def verdict_lines(q: dict) -> Iterator[str]:
-    if said := q.get("verdict"):
-        how = "not worse than Transformers' eager model" + ("" if said["ok"] else f": refuted: {said['why']}")
-        yield f"{q['base']}, {q['path']}: {how}, by KL, NLL and top-1 on the same tokens"
+    for key, path in (("verdict", q["path"]), ("kernel_verdict", "one kernel for all tokens")):
+        if said := q.get(key):
+            how = "not worse than Transformers' eager model" + ("" if said["ok"] else f": refuted: {said['why']}")
+            yield f"{q['base']}, {path}: {how}, by KL, NLL and top-1 on the same tokens"
     if said := q.get("transformers"):
         yield f"transformers: {said}"
 
