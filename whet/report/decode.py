@@ -179,10 +179,11 @@ def full(root: Path) -> str:
 
 
 def summary(root: Path) -> str:
-    """Tokens a second by system, one row for each batch and context that has a rival; whet's share of the floor."""
+    """Tokens a second by system, one row for each batch and context; whet's share of the floor, and its best in each quant."""
     parts = []
     for used, measured in newest(root):
-        rows = [r for r in ordered(measured["rows"]) if not r["quant"]]
+        timed = ordered(measured["rows"])
+        rows, quants = [r for r in timed if not r["quant"]], [q for q in dict.fromkeys(r["quant"] for r in measured["rows"]) if q]
         systems = [s for s in TITLES if any(r["system"] == s for r in rows)]
         lines = []
         for at in dict.fromkeys(point(r) for r in rows):
@@ -190,8 +191,9 @@ def summary(root: Path) -> str:
             ours = max((r for s, r in here.items() if "whet" in s), key=lambda r: r["tokens_per_s"], default=None)
             rates = [f"{here[s]['tokens_per_s']:,.0f}" if s in here else "-" for s in systems]
             floor = percent(ours["of_floor"]) if ours and "of_floor" in ours else "-"
-            lines.append([str(at[0]), str(at[1]), *rates, floor])
-        head = ("batch", "context", *(TITLES[s] for s in systems), "whet, of floor")
+            best = [max((r["tokens_per_s"] for r in timed if point(r) == at and r["quant"] == q), default=None) for q in quants]
+            lines.append([str(at[0]), str(at[1]), *rates, floor, *("-" if b is None else f"{b:,.0f}" for b in best)])
+        head = ("batch", "context", *(TITLES[s] for s in systems), "whet, of floor", *(f"whet, {q}" for q in quants))
         if lines:
             parts += [f"{heading(used, measured)}, greedy, tokens a second.", grid(head, lines, text=2), source(used)]
     return "\n\n".join(parts) or absent("decode")
