@@ -69,8 +69,8 @@ def test_the_full_table_has_every_system_and_says_what_was_not_timed(recorded):
 def test_the_summary_sets_the_systems_side_by_side(recorded):
     text = table(recorded, "decode-summary")
     systems = "Transformers, eager | gpt-fast style, compiled | whet, one graph a token"
-    assert f"| batch | context | {systems} | whet, of floor |" in text and "int8" not in text
-    assert "| 1 | 128 | 33 | 667 | 2,500 | 69% |" in text and "| 8 | 128 | - | - | 16,000 | 55% |" in text
+    assert f"| batch | context | {systems} | whet, of floor | whet, int8 |" in text
+    assert "| 1 | 128 | 33 | 667 | 2,500 | 69% | 3,333 |" in text and "| 8 | 128 | - | - | 16,000 | 55% | - |" in text
 
 
 def test_quality_and_profile_are_told(recorded):

@@ -183,7 +183,8 @@ def summary(root: Path) -> str:
     parts = []
     for used, measured in newest(root):
         timed = ordered(measured["rows"])
-        rows, quants = [r for r in timed if not r["quant"]], [q for q in dict.fromkeys(r["quant"] for r in measured["rows"]) if q]
+        rows = [r for r in timed if not r["quant"]]
+        quants = [q for q in dict.fromkeys(r["quant"] for r in measured["rows"]) if q]
         systems = [s for s in TITLES if any(r["system"] == s for r in rows)]
         lines = []
         for at in dict.fromkeys(point(r) for r in rows):
