@@ -1,4 +1,4 @@
-// Runs whet/decode/persistent.cu on a CPU: every thread of every block is a fiber, copies arrive late and in any order.
+// Runs whet/decode/cuda on a CPU: every thread of every block is a fiber, copies arrive late and in any order.
 // What it shows: indices, generations, barriers, the ring, sums. What it cannot: the memory order and the speed of a GPU.
 #include <csetjmp>
 #include <cmath>

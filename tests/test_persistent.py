@@ -172,7 +172,10 @@ def test_a_model_that_does_not_fit_is_told_why():
         Runner(None, None, 1, path="fast")
 
 
-@pytest.mark.parametrize("arch, blocks, bits", [("sm_90a", 132, 16), ("sm_90a", 132, 8), ("sm_90a", 132, 4), ("sm_100a", 148, 16)])
+BUILDS = [("sm_90a", 132, 16), ("sm_90a", 132, 8), ("sm_90a", 132, 4), ("sm_100a", 148, 16)]
+
+
+@pytest.mark.parametrize("arch, blocks, bits", BUILDS)
 def test_it_compiles_for_gpus_without_spills(arch, blocks, bits):
     try:
         nvrtc.nvrtc()

@@ -1,8 +1,8 @@
 """Greedy tokens of one sequence in one persistent kernel (cuda/*.cu): no launch, no grid barrier between its stages.
 
-It takes a model of the family in bfloat16, its weights so or in int8 or int4, whose sizes fit, on a GPU with bulk copies (sm_90 and later); unfit() says why
-another does not fit, and the runner's graph decodes it. It is compiled once for each model's sizes, by NVRTC, in a thread of
-its own while the weights are made ready and the prompt is read.
+It takes a model of the family in bfloat16, its weights so or in int8 or int4, whose sizes fit, on a GPU with bulk copies
+(sm_90 and later); unfit() says why another does not fit, and the runner's graph decodes it. It is compiled once for each
+model's sizes, by NVRTC, in a thread of its own while the prompt is read.
 """
 
 import concurrent.futures
@@ -15,6 +15,7 @@ from pathlib import Path
 import torch
 
 from whet.decode import nvrtc
+from whet.decode.quantize import weights
 from whet.models.qwen3 import Qwen3
 from whet.ops._weights import quant_of
 from whet.ops.attention.common import LOG2E
@@ -26,8 +27,8 @@ TRUSTED = ((9, 0),)  # compute capabilities on which auto takes it: those on whi
 PATIENCE = 1 << 22  # polls: seconds, where a wait is of microseconds
 BITS = {None: 16, "int8": 8, "int4": 4}  # of a weight
 POINTERS = (
-    "layers", "embed", "norm", "head", "head_scale", "cosine", "sine", "cache_k", "cache_v", "words", "token", "position", "emitted",
-    "logit", "logits", "generation", "failed",
+    "layers", "embed", "norm", "head", "head_scale", "cosine", "sine", "cache_k", "cache_v", "words", "token", "position",
+    "emitted", "logit", "logits", "generation", "failed",
 )
 log = logging.getLogger(__name__)
 
@@ -59,8 +60,9 @@ def unfit(model: Qwen3) -> str | None:
     c = model.c
     if model.embed.dtype != torch.bfloat16:
         return f"the dtype must be bfloat16, got {str(model.embed.dtype).removeprefix('torch.')}"
-    if (quant := quant_of(model.head.data)) not in BITS:
-        return f"weights must be bfloat16, int8 or int4, got {quant}"
+    quants = {quant_of(w.data) for _, w in weights(model)}
+    if len(quants) > 1 or not quants <= BITS.keys():
+        return f"weights must all be bfloat16, int8 or int4, got {' and '.join(sorted(q or 'bfloat16' for q in quants))}"
     if c.window is not None or c.o_bias:
         return "a sliding window or a bias of the output projection is not built in"
     if c.head_dim != 128 or c.heads not in (c.kv_heads, 2 * c.kv_heads, 4 * c.kv_heads):
