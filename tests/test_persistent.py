@@ -13,6 +13,7 @@ import torch
 from whet.decode import nvrtc, persistent
 from whet.decode.agree import CHECKED, Truth, by_formulas, widened
 from whet.decode.contender import Persistent
+from whet.decode.engine import LLM
 from whet.decode.quantize import quantize
 from whet.decode.runner import Runner
 from whet.models import qwen3
@@ -257,3 +258,27 @@ def test_on_a_gpu_impatience_ends_the_kernel_and_is_told(device, monkeypatch):
     made.rewind()
     with pytest.raises(RuntimeError, match="not heard from"):
         made.runner.steps(4, 1, made.context, "greedy").read()
+
+
+def engine_tells_of_what_is_not_a_number(model, path: str) -> None:
+    """Several bursts of tokens, the same ones again; then the row of one of them in the embedding is broken."""
+    llm, asked = LLM.of(model, path=path), dict(max_new_tokens=150, ignore_eos=True)
+    first, again = (llm.generate([[1, 2, 3]], **asked)[0] for _ in range(2))
+    assert first.reason == "length" and len(first.tokens) == 150 and first.tokens == again.tokens
+    broken = first.tokens[70]
+    model.embed.data[broken] = float("nan")
+    told = llm.generate([[1, 2, 3]], **asked)[0]
+    at = first.tokens.index(broken) + 1
+    assert told.reason == "error" and told.error.startswith(f"the logits after {at} new tokens are not finite")
+    assert told.tokens == first.tokens[:at]
+
+
+def test_an_engine_tells_of_what_is_not_a_number():
+    engine_tells_of_what_is_not_a_number(weights(dataclasses.replace(SMALL, tied=False)), "graph")
+
+
+@pytest.mark.gpu
+def test_on_a_gpu_an_engine_that_decodes_with_it_does_so_too(device):
+    if why := persistent.unable(torch.device(device)):
+        pytest.skip(why)
+    engine_tells_of_what_is_not_a_number(big(device, tied=False), "persistent")
