@@ -132,36 +132,27 @@ static uint32_t pick(uint32_t a, uint32_t b, uint32_t which) {
 }
 
 static float bf(uint32_t both, int i) { return bits(i ? both & 0xffff0000u : both << 16); }
-static void mma(float (&c)[4], uint32_t a0, uint32_t a1, uint32_t a2, uint32_t a3, uint32_t b0, uint32_t b1) {
+// Rows of a times columns of b, EACH numbers in a register.
+template <int EACH, class T, class Part>
+static void product(T (&c)[4], const uint32_t (&mine)[6], Part part) {
     Warp& w = my_warp();
-    uint32_t mine[6] = {a0, a1, a2, a3, b0, b1};
     memcpy(w.slot[LANE], mine, sizeof mine);
     meet_warp();
     int g = LANE / 4, t = LANE % 4;
     for (int i = 0; i < 4; i++) {
         int upper = i / 2, n = 2 * t + i % 2;
-        for (int k = 0; k < 16; k++) {
-            int lane = k % 8 / 2, later = k / 8;
-            c[i] += bf(w.slot[g * 4 + lane][upper + 2 * later], k % 2) * bf(w.slot[n * 4 + lane][4 + later], k % 2);
+        for (int k = 0; k < 8 * EACH; k++) {
+            int lane = k % (4 * EACH) / EACH, later = k / (4 * EACH);
+            c[i] += part(w.slot[g * 4 + lane][upper + 2 * later], k % EACH) * part(w.slot[n * 4 + lane][4 + later], k % EACH);
         }
     }
     meet_warp();
 }
+static void mma(float (&c)[4], uint32_t a0, uint32_t a1, uint32_t a2, uint32_t a3, uint32_t b0, uint32_t b1) {
+    product<2>(c, {a0, a1, a2, a3, b0, b1}, bf);
+}
 static void mma(int (&c)[4], uint32_t a0, uint32_t a1, uint32_t a2, uint32_t a3, uint32_t b0, uint32_t b1) {
-    Warp& w = my_warp();
-    uint32_t mine[6] = {a0, a1, a2, a3, b0, b1};
-    memcpy(w.slot[LANE], mine, sizeof mine);
-    meet_warp();
-    auto at = [](uint32_t four, int i) { return (int)(int8_t)(four >> 8 * i); };
-    int g = LANE / 4, t = LANE % 4;
-    for (int i = 0; i < 4; i++) {
-        int upper = i / 2, n = 2 * t + i % 2;
-        for (int k = 0; k < 32; k++) {
-            int lane = k % 16 / 4, later = k / 16;
-            c[i] += at(w.slot[g * 4 + lane][upper + 2 * later], k % 4) * at(w.slot[n * 4 + lane][4 + later], k % 4);
-        }
-    }
-    meet_warp();
+    product<4>(c, {a0, a1, a2, a3, b0, b1}, [](uint32_t four, int i) { return (int)(int8_t)(four >> 8 * i); });
 }
 static void mma8(float (&c)[4], uint32_t a0, uint32_t a1, uint32_t b) { mma(c, a0, a1, 0, 0, b, 0); }
 static void load(uint32_t (&a)[4], const void* row) {

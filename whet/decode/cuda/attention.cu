@@ -185,7 +185,7 @@ struct Attention : Products {
 
     // Four dimensions of a head from the splits that were heard: v[2 * i] their ends, v[2 * i + 1] their values.
     template <int N>
-    DEVICE void join_splits(float (&y)[4], float& most, float& sum, const u64 (*v)[2], int n) {
+    DEVICE void join_splits(float (&y)[4], float& most, float& sum, const u64 (&v)[2 * N][2], int n) {
         most = LOWEST, sum = 0, y[0] = y[1] = y[2] = y[3] = 0;
 #pragma unroll
         for (int i = 0; i < N; i++)
