@@ -166,6 +166,9 @@ def test_a_model_that_does_not_fit_is_told_why():
     assert "multiples of 1024, got hidden 512" in persistent.unfit(whole(hidden=512))
     assert "heads must be of 128" in persistent.unfit(whole(head_dim=64))
     assert "sliding window" in persistent.unfit(whole(window=64))
+    apart = whole(layers=1)
+    apart.layers[0].o.data = torch.nn.Parameter(apart.layers[0].o.data.t())
+    assert "must be contiguous" in persistent.unfit(apart)
     assert "int8 or int4, got fp8" in persistent.unfit(weights(dataclasses.replace(SMALL, layers=1), "fp8"))
     with pytest.raises(ValueError, match="persistent kernel does not fit"):
         persistent.Persistent(weights(SMALL))

@@ -63,6 +63,9 @@ def unfit(model: Qwen3) -> str | None:
     quants = {quant_of(w.data) for _, w in weights(model)}
     if len(quants) > 1 or not quants <= BITS.keys():
         return f"weights must all be bfloat16, int8 or int4, got {' and '.join(sorted(q or 'bfloat16' for q in quants))}"
+    stored = [t for _, w in weights(model) for t in (w.data, w.scale) if t is not None]
+    if any(not t.is_contiguous() or t.data_ptr() % 16 for t in stored):
+        return "weights must be contiguous and begin at a multiple of 16 bytes"
     if c.window is not None or c.o_bias:
         return "a sliding window or a bias of the output projection is not built in"
     if c.head_dim != 128 or c.heads not in (c.kv_heads, 2 * c.kv_heads, 4 * c.kv_heads):
