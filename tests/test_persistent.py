@@ -5,6 +5,7 @@ import dataclasses
 import re
 import shutil
 import subprocess
+import types
 from pathlib import Path
 
 import pytest
@@ -12,6 +13,7 @@ import torch
 
 from whet.decode import nvrtc, persistent
 from whet.decode.agree import CHECKED, Truth, by_formulas, widened
+from whet.decode.cache import Cache
 from whet.decode.contender import Persistent
 from whet.decode.engine import LLM
 from whet.decode.quantize import quantize
@@ -211,6 +213,17 @@ def test_a_kernel_that_does_not_load_leaves_the_graph(caplog):
     with pytest.raises(ValueError, match="no NVRTC library"):
         persistent.loaded(Broken(), "persistent")
     assert persistent.loaded(None, "auto") is None
+
+
+def test_a_kernel_that_is_still_compiled_is_not_ready():
+    runner = Runner(weights(SMALL), Cache(SMALL, torch.bfloat16, torch.device("cpu"), max_tokens=64), 2)
+    steps = ("step", 1, 64, "greedy")
+    assert runner.persistent is None and runner.ready(steps)  # plain calls, on a CPU
+    runner.persistent = types.SimpleNamespace(kernel=None)  # to load it, or to wait, would fail
+    assert runner.alone(*steps[1:]) and not runner.ready(steps)
+    runner.persistent.kernel = object()
+    assert runner.ready(steps) and not runner.alone(2, 64, "greedy") and not runner.alone(1, 64, "sampled")
+    assert not runner.alone(1, 2 * persistent.LONGEST, "greedy")
 
 
 def test_compiled_code_is_kept(tmp_path, monkeypatch):

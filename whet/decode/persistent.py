@@ -87,8 +87,9 @@ def layer_table(model: Qwen3) -> torch.Tensor:
 def arguments(model: Qwen3, held: dict[str, torch.Tensor], steps: int, least: int, patience: int) -> Args:
     """held: the tensors named in POINTERS that are no weights, logits where all are wanted; caches (layers, KV, S, D)."""
     c, k = model.c, held["cache_k"]
-    given = dict(embed=model.embed, norm=model.norm, head=model.head.data, head_scale=model.head.scale) | held
-    given |= dict(cosine=model.cos, sine=model.sin)
+    given = held | dict(
+        embed=model.embed, norm=model.norm, head=model.head.data, head_scale=model.head.scale, cosine=model.cos, sine=model.sin,
+    )
     pointers = {name: t.data_ptr() if (t := given.get(name)) is not None else None for name in POINTERS}
     return Args(
         **pointers, stride_l=k.stride(0), stride_h=k.stride(1), steps=steps, least=least, patience=patience,

@@ -141,6 +141,8 @@ class Runner:
         if n > RING:
             raise ValueError(f"steps: n must be at most {RING}, got {n}")
         if self.alone(rows, context, mode):
+            self.persistent = persistent.loaded(self.persistent, self.path)
+        if self.alone(rows, context, mode):
             return self.persistent_steps(n)
         with self.here():
             self.cursor.zero_()  # before a capture too: its warm-up writes there
@@ -152,10 +154,8 @@ class Runner:
 
     def alone(self, rows: int, context: int, mode: str) -> bool:
         """Whether the persistent kernel decodes these. It is slower than the graph at long contexts."""
-        if rows != 1 or mode != "greedy" or (self.path == "auto" and context > persistent.LONGEST):
-            return False
-        self.persistent = persistent.loaded(self.persistent, self.path)
-        return self.persistent is not None
+        fits = self.persistent is not None and rows == 1 and mode == "greedy"
+        return fits and (self.path == "persistent" or context <= persistent.LONGEST)
 
     def persistent_steps(self, n: int, logits: torch.Tensor | None = None) -> Burst:
         """n tokens of row 0 in one launch; it must be live. logits (n, V): where all of them go."""
@@ -170,8 +170,11 @@ class Runner:
             return burst
 
     def ready(self, key: tuple) -> bool:
-        """Whether a burst can be enqueued at once; capturing its graph would make the host wait for all that is under way."""
-        return self.capture is None or key in self.graphs or (key[0] == "step" and self.alone(*key[1:]))
+        """Whether a burst can be enqueued at once: capturing a graph makes the host wait for all that is under way, and the
+        persistent kernel for its compiler."""
+        if key[0] == "step" and self.persistent is not None and self.alone(*key[1:]):
+            return self.persistent.kernel is not None
+        return self.capture is None or key in self.graphs
 
     def graph(self, key: tuple, run: Callable) -> Callable:
         """The run, captured where there is a GPU. Its warm-up is undone: with no pace it stays at one place."""

@@ -64,9 +64,14 @@ struct Products {
         }
     }
 
-    // x that is bf16, in pairs, of the heads or the activation.
+    // x that is bf16, in pairs, of the heads or the activation: the words of the lane's columns in each of N chunks.
     template <int N>
-    DEVICE void keep_pairs(const u64 (&v)[N][2]) {
+    DEVICE void pairs_in(int at, u32 generation) {
+        u64 v[N][2];
+        const u64* from[N];
+#pragma unroll
+        for (int c = 0; c < N; c++) from[c] = words(at + place(c, N * CH) / 2);
+        hear(v, from, generation, N, a, lost);
         if (BITS == 16) {
 #pragma unroll
             for (int c = 0; c < N; c++) keep(c, (u32)v[c][0], (u32)v[c][1]);
@@ -80,17 +85,6 @@ struct Products {
             keep_digits(x);
         }
         meet_warp();
-    }
-
-    // The words of the lane's columns in each of N chunks, once they are there.
-    template <int N>
-    DEVICE void pairs_in(int at, u32 generation) {
-        u64 v[N][2];
-        const u64* from[N];
-#pragma unroll
-        for (int c = 0; c < N; c++) from[c] = words(at + place(c, N * CH) / 2);
-        hear(v, from, generation, N, a, lost);
-        keep_pairs(v);
     }
 
     // x times the norm's weight, in two parts. Returns its squares' sum in this lane. x is heard, or comes from the embedding.

@@ -6,8 +6,8 @@ struct Stream {
 
     DEVICE Stream(Ring r) : ring(r), first(true) {}
 
-    // More units on their way would not come faster, and what the blocks tell each other would wait behind them.
-    // Each lane copies `bytes` or none; `all`: what the warp copies.
+    // Each lane copies `bytes` or none; `all`: what the warp copies. More units on their way would not come faster, and what
+    // the blocks tell each other would wait behind them.
     DEVICE void unit(const void* from, int to, int bytes, int all) {
         if (!first) await(&ring.empty[ring.slot], ring.phase ^ 1);
         if (!first || ring.slot >= FLYING) {
