@@ -66,7 +66,10 @@ using std::sqrt;
 static float bits(uint32_t x) { float y; memcpy(&y, &x, 4); return y; }
 static uint32_t bits(float x) { uint32_t y; memcpy(&y, &x, 4); return y; }
 
-static void peek(unsigned long long (&v)[2], const unsigned long long* p) { v[0] = p[0]; v[1] = p[1]; yield(); }
+static void peek(unsigned long long (&v)[2], const unsigned long long* p, bool wanted) {
+    if (wanted) v[0] = p[0], v[1] = p[1];
+    yield();
+}
 static void post(unsigned long long* p, unsigned long long v) { *p = v; }
 
 struct Bar { uint16_t count, pending; int32_t bytes : 31; uint32_t phase : 1; };

@@ -27,13 +27,13 @@ struct Attention : Products {
     struct Keys { Four k[4], v[2][2]; };
 
     DEVICE void take_keys(Keys& keys) {
-        const unsigned char* from = unit() + (warp * 4 + lane / 8) * PAIR + lane / 4 % 2 * (D * 2) + lane % 4 * 16;
+        const unsigned char* from = unit() + (warp * 8 + lane / 4) * KEY + lane % 4 * 16;
 #pragma unroll
         for (int i = 0; i < 4; i++) keys.k[i] = *(const Four*)(from + i * 64);
         release(1);
-        from = unit() + (warp * 4 + lane % 4) * PAIR + lane / 4 * 16;
+        from = unit() + (warp * 8 + lane % 4 * 2) * KEY + lane / 4 * 16;
 #pragma unroll
-        for (int i = 0; i < 4; i++) keys.v[i / 2][i % 2] = *(const Four*)(from + i / 2 * (D * 2) + i % 2 * D);
+        for (int i = 0; i < 4; i++) keys.v[i / 2][i % 2] = *(const Four*)(from + i / 2 * KEY + i % 2 * D);
         release(1);
     }
 

@@ -97,7 +97,6 @@ struct Block : Attention {
                 qkv(in, norm_in(AT_H, generation - 1, l == 0 ? row : nullptr, w), layer, scale_in, q0, nq, generation);
                 if (!In::WHOLE && s.n) take_keys(keys);
                 if (s.takes_part) attend(keys, layer, l, s, position, generation);
-                if (s.splits > 1 && joins < H) join(joins, s.splits, generation);
                 weights_of_norm(w, layer.norm2);
                 float scale_out = scale_of(layer.o, k0 + tid, tid < nk), scale_down = scale_of(layer.down, k0 + tid, tid < nk);
                 Pair scale_up = scales_of_pair(layer.gate_up, f0 + tid, tid < nf);
@@ -107,6 +106,7 @@ struct Block : Attention {
                 Early<Down> down;
                 take_early(out, Out::halves(nk));
                 if (Out::WHOLE) take_early(up, Up::halves(nf));
+                if (s.splits > 1 && joins < H) join(joins, s.splits, generation);
                 pairs_in<NHD>(s.splits > 1 ? AT_Y : AT_PART, generation);
                 add(out, scale_out, AT_MID, k0, nk, mine, generation);
                 if (!Out::WHOLE) take_early(up, Up::halves(nf));

@@ -13,8 +13,9 @@ extern "C" __constant__ const int BLOCK_THREADS = THREADS;
 
 DEVICE u32 address(const void* p) { return (u32)__cvta_generic_to_shared(p); }
 
-DEVICE void peek(u64 (&v)[2], const u64* p) {
-    asm volatile("ld.relaxed.gpu.global.v2.b64 {%0, %1}, [%2];" : "=l"(v[0]), "=l"(v[1]) : "l"(p) : "memory");
+DEVICE void peek(u64 (&v)[2], const u64* p, bool wanted) {  // without a branch
+    asm volatile("{\n.reg .pred p;\nsetp.ne.u32 p, %3, 0;\n@p ld.relaxed.gpu.global.v2.b64 {%0, %1}, [%2];\n}"
+                 : "+l"(v[0]), "+l"(v[1]) : "l"(p), "r"((u32)wanted) : "memory");
 }
 DEVICE void post(u64* p, u64 v) { asm volatile("st.relaxed.gpu.global.b64 [%0], %1;" ::"l"(p), "l"(v) : "memory"); }
 
@@ -109,17 +110,23 @@ struct Ring {
     DEVICE void step() { slot = slot + 1 == STAGES ? (phase ^= 1, 0) : slot + 1; }
 };
 
-// Reads N pairs of words until all have the generation.
+DEVICE bool is_of(u32 generation, const u64 (&v)[2]) {
+    return (u32)(v[0] >> 32) == generation && (u32)(v[1] >> 32) == generation;
+}
+
+// Reads n of N pairs of words until all have the generation; those that have it once are not read again.
 template <int N>
 DEVICE void hear(u64 (&v)[N][2], const u64* const (&at)[N], u32 generation, int n, const Args& a, bool& lost) {
+#pragma unroll
+    for (int i = 0; i < N; i++) v[i][0] = v[i][1] = word(0, ~generation);
     for (int polls = 0;; polls++) {
         bool all = true;
 #pragma unroll
         for (int i = 0; i < N; i++)
-            if (i < n) peek(v[i], at[i]);
+            if (i < n) peek(v[i], at[i], !is_of(generation, v[i]));
 #pragma unroll
         for (int i = 0; i < N; i++)
-            if (i < n) all &= (u32)(v[i][0] >> 32) == generation && (u32)(v[i][1] >> 32) == generation;
+            if (i < n) all &= is_of(generation, v[i]);
         if (all || lost) break;
         if (polls > a.patience) {
             lost = true;

@@ -28,14 +28,15 @@ constexpr int WARPS = 8, THREADS = (WARPS + 4) * 32;              // that comput
 constexpr int CH = 1024, SLICE = CH / WARPS;                      // columns of a chunk; a warp's share of them
 constexpr int NK = K / CH, NHD = HD / CH, NF = F / CH;            // chunks of a row
 constexpr int NX = NK > NHD ? (NK > NF ? NK : NF) : (NHD > NF ? NHD : NF);
-constexpr int KEYS = 64, PAIR = 2 * D * 2 + 32;                   // keys, or values, of a unit; two of them, in other banks
+constexpr int KEYS = 64, KEY = D * 2;                             // keys, or values, of a unit; bytes of one
 constexpr int ROW = CH * BITS / 8, PITCH = ROW + 16;              // a row of a chunk, in other banks than the next
 constexpr int WARP_ROW = SLICE * BITS / 8;                        // a warp's share of it
 constexpr int HIGH = BITS == 16 ? 8 : 16;                         // rows of a unit: as many bytes where a weight is one
 constexpr int GROUP = 128, GROUPS_AT = HIGH * PITCH;              // int4: columns that share a scale; where a unit has them
 constexpr int WEIGHTS = GROUPS_AT + (BITS == 4 ? HIGH * NX * (CH / GROUP) * 2 : 0);
-constexpr int UNIT = WEIGHTS > KEYS / 2 * PAIR ? WEIGHTS : KEYS / 2 * PAIR;
+constexpr int UNIT = WEIGHTS > KEYS * KEY ? WEIGHTS : KEYS * KEY;
 constexpr int SPLITS = P / KV < 2 * WARPS ? P / KV : 2 * WARPS;   // of a sequence at most
+constexpr int FREE = (P - H) / KV < 1 ? 1 : (P - H) / KV < SPLITS ? (P - H) / KV : SPLITS;  // of blocks that join nothing
 constexpr int COPIES = 4;                                         // of a word: fewer blocks read the same one
 constexpr int FLYING = BITS == 4 ? 8 : 4;                         // units on their way at most
 constexpr int TILES = 4, SUMS = 16 * TILES;                       // tiles of 16 rows whose sums are exchanged at once

@@ -45,11 +45,9 @@ struct Stream {
     // A unit of keys, then one of their values.
     DEVICE void keys(const bf16* k, const bf16* v, int n) {
         for (int at = 0; at < n; at += KEYS) {
-            int here = n - at < KEYS ? n - at : KEYS, left = here - 2 * LANE;
-            int bytes = (left < 0 ? 0 : left < 2 ? left : 2) * D * 2;
-            long long from = (at + 2 * LANE) * (long long)D;
-            unit(k + from, LANE * PAIR, bytes, here * D * 2);
-            unit(v + from, LANE * PAIR, bytes, here * D * 2);
+            int all = (n - at < KEYS ? n - at : KEYS) * KEY, bytes = LANE == 0 ? all : 0;
+            unit(k + at * (long long)D, 0, bytes, all);
+            unit(v + at * (long long)D, 0, bytes, all);
         }
     }
 };
@@ -60,7 +58,8 @@ struct Span {
     bool takes_part, newest;
     DEVICE Span(int old, int least) {
         splits = old <= least ? 1 : (old + KEYS - 1) / KEYS;
-        splits = splits > SPLITS ? SPLITS : splits;
+        int most = (splits + SPLITS - 1) / SPLITS < (splits + FREE - 1) / FREE ? SPLITS : FREE;  // more only if they read less
+        splits = splits > most ? most : splits;
         int each = (old + splits - 1) / splits;
         each = each < 8 ? 8 : (each + 7) / 8 * 8;
         splits = old <= each ? 1 : (old + each - 1) / each;
