@@ -108,14 +108,15 @@ static void meet_warp() { my_warp().meeting.wait(); }
 static void meet() { groups[now->block].consumers.wait(); }
 static void meet_all() { groups[now->block].all.wait(); }
 
-static float swap(float x, int mask) {
+static float of_lane(float x, int lane) {
     Warp& w = my_warp();
     w.slot[LANE][0] = bits(x);
     meet_warp();
-    float y = bits(w.slot[LANE ^ mask][0]);
+    float y = bits(w.slot[lane][0]);
     meet_warp();
     return y;
 }
+static float swap(float x, int mask) { return of_lane(x, LANE ^ mask); }
 static int swap(int x, int mask) { return (int)bits(swap(bits((uint32_t)x), mask)); }
 
 static uint32_t most_of_warp(uint32_t x) {

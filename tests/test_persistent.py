@@ -103,7 +103,7 @@ def check(place: Place) -> None:
     assert verdict.ok, verdict.why
 
 
-@pytest.mark.parametrize("old, least", [(0, 64), (63, 64), (127, 64), (300, 64), (190, 512)])
+@pytest.mark.parametrize("old, least", [(0, 64), (63, 64), (127, 64), (300, 64), (190, 512), (460, 512)])
 def test_its_logits_are_those_of_the_formulas(built, old, least):
     """No old keys, a full unit and one more, two splits and four, one split of several units."""
     model = weights(SMALL)
@@ -178,17 +178,24 @@ def test_a_model_that_does_not_fit_is_told_why():
         Runner(None, None, 1, path="fast")
 
 
+def test_no_block_has_fewer_rows_of_the_residual_than_it_must():
+    of = lambda hidden, processors: persistent.blocks_for(  # noqa: E731
+        qwen3.Qwen3(dataclasses.replace(SMALL, hidden=hidden, layers=1), device="meta"), processors
+    )
+    assert of(1024, 132) == of(2048, 132) == 128 and of(1024, 128) == 128 and of(1024, 148) == 147 and of(1024, 2000) == 1024
+
+
 BUILDS = [("sm_90a", 132, 16), ("sm_90a", 132, 8), ("sm_90a", 132, 4), ("sm_100a", 148, 16)]
 
 
-@pytest.mark.parametrize("arch, blocks, bits", BUILDS)
-def test_it_compiles_for_gpus_without_spills(arch, blocks, bits):
+@pytest.mark.parametrize("arch, processors, bits", BUILDS)
+def test_it_compiles_for_gpus_without_spills(arch, processors, bits):
     try:
         nvrtc.nvrtc()
     except ValueError as e:
         pytest.skip(str(e))
     model = qwen3.Qwen3(qwen3.SIZES["0.6b"], device="meta", dtype=torch.bfloat16)
-    sizes = persistent.sizes_of(model, blocks, SHARED) | dict(BITS=bits)
+    sizes = persistent.sizes_of(model, persistent.blocks_for(model, processors), SHARED) | dict(BITS=bits)
     code, said = nvrtc.compiled(persistent.source(), arch, sizes, verbose=True)
     assert len(code) > 10_000 and re.search(r"\b0 bytes spill stores, 0 bytes spill loads", said), said
 
@@ -220,10 +227,9 @@ def test_a_kernel_that_is_still_compiled_is_not_ready():
     steps = ("step", 1, 64, "greedy")
     assert runner.persistent is None and runner.ready(steps)  # plain calls, on a CPU
     runner.persistent = types.SimpleNamespace(kernel=None)  # to load it, or to wait, would fail
-    assert runner.alone(*steps[1:]) and not runner.ready(steps)
+    assert runner.alone(1, "greedy") and not runner.ready(steps)
     runner.persistent.kernel = object()
-    assert runner.ready(steps) and not runner.alone(2, 64, "greedy") and not runner.alone(1, 64, "sampled")
-    assert not runner.alone(1, 2 * persistent.LONGEST, "greedy")
+    assert runner.ready(steps) and not runner.alone(2, "greedy") and not runner.alone(1, "sampled")
 
 
 def test_compiled_code_is_kept(tmp_path, monkeypatch):
@@ -235,7 +241,7 @@ def test_compiled_code_is_kept(tmp_path, monkeypatch):
 
 
 def big(device, quant=None, **change):
-    return weights(dataclasses.replace(SMALL, vocab=30000, **change), quant, device=device)
+    return weights(dataclasses.replace(SMALL, vocab=30000, max_positions=8192, **change), quant, device=device)
 
 
 def begun(model, old: int):
@@ -247,7 +253,7 @@ def begun(model, old: int):
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("old", [1, 63, 200, 1500])
+@pytest.mark.parametrize("old", [1, 63, 200, 1500, 6000])
 @pytest.mark.parametrize("change", [dict(), dict(qk_norm=False, qkv_bias=True, heads=16), dict(hidden=2048, ffn=6144)])
 @pytest.mark.parametrize("quant", [None, "int8", "int4"])
 def test_on_a_gpu_it_agrees_and_gives_the_same_bits_again(device, old, change, quant):

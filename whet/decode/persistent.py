@@ -21,8 +21,7 @@ from whet.ops._weights import quant_of
 from whet.ops.attention.common import LOG2E
 
 PARTS = ("sizes", "device", "stream", "products", "attention", "decode")  # of the source, one after the other
-LEAST = 64  # old keys up to which one block reads a head alone; at 128 keys 192 and 256 take 7% longer
-LONGEST = 8192  # tokens of a context up to which it was faster than the graph: at 4096 it was, at 16384 not
+LEAST = 64  # old keys up to which one block reads a head alone; at 128 keys 192 and 256 take longer
 TRUSTED = ((9, 0),)  # compute capabilities on which auto takes it: those on which it was verified, its bits repeated and timed
 PATIENCE = 1 << 22  # polls: seconds, where a wait is of microseconds
 BITS = {None: 16, "int8": 8, "int4": 4}  # of a weight
@@ -53,6 +52,11 @@ def sizes_of(model: Qwen3, blocks: int, shared: int) -> dict[str, int]:
         P=blocks, L=c.layers, K=c.hidden, H=c.heads, KV=c.kv_heads, F=c.ffn, V=c.vocab, QK_NORM=int(c.qk_norm),
         QKV_BIAS=int(c.qkv_bias), BITS=BITS[quant_of(model.head.data)], LIMIT=shared,
     )
+
+
+def blocks_for(model: Qwen3, processors: int) -> int:
+    """As few as leave the residual's rows of a block as they are: more would wait for those that have one row more."""
+    return -(-model.c.hidden // -(-model.c.hidden // processors))
 
 
 def unfit(model: Qwen3) -> str | None:
@@ -109,7 +113,7 @@ class Persistent:
             raise ValueError(f"the persistent kernel does not fit: {why}")
         with torch.cuda.device(device):
             props = torch.cuda.get_device_properties(device)
-            self.blocks = props.multi_processor_count
+            self.blocks = blocks_for(model, props.multi_processor_count)
             sizes = sizes_of(model, self.blocks, nvrtc.most_shared(device))
             self.code = compiler().submit(nvrtc.cached, source(), f"sm_{props.major}{props.minor}a", sizes)
             self.kernel: nvrtc.Kernel | None = None

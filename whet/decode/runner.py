@@ -140,9 +140,9 @@ class Runner:
         """n steps of the first `rows` rows, none of which passes `context` tokens."""
         if n > RING:
             raise ValueError(f"steps: n must be at most {RING}, got {n}")
-        if self.alone(rows, context, mode):
+        if self.alone(rows, mode):
             self.persistent = persistent.loaded(self.persistent, self.path)
-        if self.alone(rows, context, mode):
+        if self.alone(rows, mode):
             return self.persistent_steps(n)
         with self.here():
             self.cursor.zero_()  # before a capture too: its warm-up writes there
@@ -152,10 +152,9 @@ class Runner:
                 run()
             return self.sent(self.emitted[:rows, :n], self.logit[:rows, :n] if mode == "greedy" else None, begin)
 
-    def alone(self, rows: int, context: int, mode: str) -> bool:
-        """Whether the persistent kernel decodes these. It is slower than the graph at long contexts."""
-        fits = self.persistent is not None and rows == 1 and mode == "greedy"
-        return fits and (self.path == "persistent" or context <= persistent.LONGEST)
+    def alone(self, rows: int, mode: str) -> bool:
+        """Whether the persistent kernel decodes these."""
+        return self.persistent is not None and rows == 1 and mode == "greedy"
 
     def persistent_steps(self, n: int, logits: torch.Tensor | None = None) -> Burst:
         """n tokens of row 0 in one launch; it must be live. logits (n, V): where all of them go."""
@@ -172,7 +171,7 @@ class Runner:
     def ready(self, key: tuple) -> bool:
         """Whether a burst can be enqueued at once: capturing a graph makes the host wait for all that is under way, and the
         persistent kernel for its compiler."""
-        if key[0] == "step" and self.persistent is not None and self.alone(*key[1:]):
+        if key[0] == "step" and self.persistent is not None and self.alone(key[1], key[3]):
             return self.persistent.kernel is not None
         return self.capture is None or key in self.graphs
 

@@ -23,18 +23,33 @@ struct Attention : Products {
     }
 
     // A warp's eight keys of a unit. A lane holds a quarter of key lane / 4, and of the values of keys 2 * (lane % 4) and the
-    // next 16 dimensions: 8 from 8 * (lane / 4) on, and 8 that are 64 further.
+    // next 16 dimensions from 16 * (lane / 4) on.
     struct Keys { Four k[4], v[2][2]; };
 
-    DEVICE void take_keys(Keys& keys) {
+    DEVICE void exchange(Four& a, Four& b, bool really) {
+        Four c = a;
+        a = really ? b : a, b = really ? c : b;
+    }
+
+    // Rows begin in the same bank: every other lane reads its pieces in another order, and exchanges them afterwards.
+    DEVICE void look(Keys& keys) {
+        int odd = lane / 4 % 2;
         const unsigned char* from = unit() + (warp * 8 + lane / 4) * KEY + lane % 4 * 16;
 #pragma unroll
-        for (int i = 0; i < 4; i++) keys.k[i] = *(const Four*)(from + i * 64);
-        release(1);
-        from = unit() + (warp * 8 + lane % 4 * 2) * KEY + lane / 4 * 16;
+        for (int i = 0; i < 4; i++) keys.k[i] = *(const Four*)(from + (i ^ odd) * 64);
+        exchange(keys.k[0], keys.k[1], odd), exchange(keys.k[2], keys.k[3], odd);
+        Ring values = ring;
+        values.step();
+        await(&values.full[values.slot], values.phase);
+        odd = lane % 2;
+        from = values.units + values.slot * UNIT + (warp * 8 + lane % 4 * 2) * KEY + lane / 4 * 32;
 #pragma unroll
-        for (int i = 0; i < 4; i++) keys.v[i / 2][i % 2] = *(const Four*)(from + i / 2 * KEY + i % 2 * D);
-        release(1);
+        for (int i = 0; i < 4; i++) keys.v[i / 2][i % 2] = *(const Four*)(from + i / 2 * KEY + (i % 2 ^ odd) * 16);
+        exchange(keys.v[0][0], keys.v[0][1], odd), exchange(keys.v[1][0], keys.v[1][1], odd);
+    }
+    DEVICE void take_keys(Keys& keys) {
+        look(keys);
+        release(2);
     }
 
     // The new key in its place behind the old ones, and nothing behind it.
@@ -47,13 +62,14 @@ struct Attention : Products {
 #pragma unroll
         for (int i = 0; i < 4; i++) {
             int key = warp * 8 + lane % 4 * 2 + i / 2;
-            if (key == at) keys.v[i / 2][i % 2] = *(const Four*)(fresh + D + lane / 4 * 8 + i % 2 * 64);
+            if (key == at) keys.v[i / 2][i % 2] = *(const Four*)(fresh + D + lane / 4 * 16 + i % 2 * 8);
             if (key >= count) keys.v[i / 2][i % 2] = {0, 0, 0, 0};
         }
     }
 
-    // What a warp has seen. A lane's row is a head, lane / 4 of G; there are more rows, which mean nothing.
-    struct Seen { float most, sum, y[16][4]; };
+    // What a warp has seen: of head lane / 4 the largest score and its share of the sum; of heads 2 * (lane % 4) and the next
+    // the dimensions from 16 * (lane / 4) on, two in a row. Heads from G on mean nothing.
+    struct Seen { float most, sum, y[8][4]; };
 
     DEVICE u32 evens(u32 a, u32 b) { return (a & 0xffffu) | b << 16; }
     DEVICE u32 odds(u32 a, u32 b) { return a >> 16 | (b & 0xffff0000u); }
@@ -80,17 +96,17 @@ struct Attention : Products {
         p[0] = power(p[0] - safe), p[1] = power(p[1] - safe);
         if (more) {
             float shrink = power(seen.most - safe);
+            float first = of_lane(shrink, lane % 4 * 8), second = of_lane(shrink, lane % 4 * 8 + 4);
             seen.sum *= shrink;
 #pragma unroll
-            for (int i = 0; i < 16; i++) seen.y[i][0] *= shrink, seen.y[i][1] *= shrink;
+            for (int i = 0; i < 4 * 8; i++) seen.y[i / 4][i % 4] *= i % 2 ? second : first;
         }
         seen.most = most, seen.sum += p[0] + p[1];
         u32 weights = lane / 4 < G ? rounded(p[0], p[1]) : 0;
 #pragma unroll
         for (int i = 0; i < 8; i++) {
             u32 one = part(keys.v[0][i / 4], i % 4), two = part(keys.v[1][i / 4], i % 4);
-            mma8(seen.y[2 * i], weights, 0, evens(one, two));
-            mma8(seen.y[2 * i + 1], weights, 0, odds(one, two));
+            mma8(seen.y[i], evens(one, two), odds(one, two), weights);
         }
     }
 
@@ -98,15 +114,16 @@ struct Attention : Products {
     DEVICE void keep_seen(Seen& seen) {
         float sum = seen.sum;
         sum += swap(sum, 1), sum += swap(sum, 2);
-        float* to = (float*)(base + S_HEADS) + (warp * G + lane / 4) * D + lane % 4 * 16;
-        if (lane / 4 < G) {
+        if (lane / 4 < G && lane % 4 == 0) *(Two*)(base + S_MOST + (warp * G + lane / 4) * 8) = {bits(seen.most), bits(sum)};
 #pragma unroll
-            for (int i = 0; i < 8; i++) {  // four dimensions: of the half i / 4, the upper or lower eight, their half
-                int t = i / 4 * 8 + i % 2 * 4, c = i / 2 % 2;
-                *(Floats*)(to + i / 4 * 64 + c * 8 + i % 2 * 4) = {
-                    seen.y[t][c], seen.y[t + 1][c], seen.y[t + 2][c], seen.y[t + 3][c]};
+        for (int h = 0; h < 2; h++) {
+            int head = lane % 4 * 2 + h;
+            float* to = (float*)(base + S_HEADS) + (warp * G + head) * SEEN + lane / 4 * 16 + lane / 8 * 4;
+            if (head < G) {
+#pragma unroll
+                for (int i = 0; i < 8; i += 2)
+                    *(Floats*)(to + 2 * i) = {seen.y[i][h], seen.y[i][2 + h], seen.y[i + 1][h], seen.y[i + 1][2 + h]};
             }
-            if (lane % 4 == 0) *(Two*)(base + S_MOST + (warp * G + lane / 4) * 8) = {bits(seen.most), bits(sum)};
         }
         meet();
     }
@@ -136,6 +153,8 @@ struct Attention : Products {
     }
 
     DEVICE void attend(Keys& keys, const Layer& w, int layer, const Span& s, int position, u32 generation) {
+        Keys next = {};
+        if (s.n > KEYS) take_keys(next);
         heads_of(w, layer, s, position, generation);
         meet();
         Four q[4];
@@ -149,7 +168,11 @@ struct Attention : Products {
 #pragma unroll 1
         for (int j = 0; j < all; j += KEYS) {
             int count = all - j < KEYS ? all - j : KEYS;
-            if (j && j < s.n) take_keys(keys);
+            if (j && j < s.n) {
+                if (j > KEYS) release(2);
+                keys = next;
+                if (j + KEYS < s.n) look(next);  // while these are seen
+            }
             if (count < KEYS || s.newest) place_new(keys, s.newest ? s.n - j : -1, count);
             see(seen, keys, q, count, j > 0);
         }
@@ -157,7 +180,8 @@ struct Attention : Products {
         if (tid < G * D / 2) {
             int h = tid / (D / 2), at = tid % (D / 2), head = s.head * G + h;
             float y[2], most, sum;
-            join_warps(y, most, sum, (float*)(base + S_HEADS) + h * D + at * 2, (float*)(base + S_MOST) + h * 2, G);
+            const float* from = (float*)(base + S_HEADS) + h * SEEN + at * 2 + at / 16 * 4;
+            join_warps(y, most, sum, from, G * SEEN, (float*)(base + S_MOST) + h * 2, G * 2);
             tell(AT_PART + s.split * (HD / 2) + head * (D / 2) + at, rounded(y[0], y[1]), generation);
             if (at == 0) tell(AT_MOST + (s.split * H + head) * 2, bits(most), generation);
             if (at == 1) tell(AT_MOST + (s.split * H + head) * 2 + 1, bits(sum), generation);
@@ -166,11 +190,11 @@ struct Attention : Products {
     }
 
     // Two dimensions of a head from what all warps found: the weighted mean, the largest score and the sum of the weights.
-    DEVICE void join_warps(float (&y)[2], float& most, float& sum, const float* values, const float* ends, int apart) {
+    DEVICE void join_warps(float (&y)[2], float& most, float& sum, const float* values, int apart, const float* ends, int by) {
         Pair m[WARPS], v[WARPS];
 #pragma unroll
         for (int i = 0; i < WARPS; i++)
-            m[i] = *(const Pair*)(ends + i * apart * 2), v[i] = *(const Pair*)(values + i * apart * D);
+            m[i] = *(const Pair*)(ends + i * by), v[i] = *(const Pair*)(values + i * apart);
         most = LOWEST, sum = 0, y[0] = y[1] = 0;
 #pragma unroll
         for (int i = 0; i < WARPS; i++) most = m[i].x > most ? m[i].x : most;
@@ -220,7 +244,7 @@ struct Attention : Products {
         meet();
         if (tid < D / 2) {
             float out[2];
-            join_warps(out, most, sum, (float*)(base + S_JOIN) + tid * 2, (float*)(base + S_JOIN_MOST), 1);
+            join_warps(out, most, sum, (float*)(base + S_JOIN) + tid * 2, D, (float*)(base + S_JOIN_MOST), 2);
             tell(AT_Y + head * (D / 2) + tid, rounded(out[0], out[1]), generation);
         }
     }

@@ -149,6 +149,7 @@ DEVICE void stream(Ring ring, const Args& a, const Layer* layers, u64* turn) {
             const Layer& w = layers[l < L ? l : 0];
             for (int stage = 0; stage < (l < L && step < a.steps ? 4 : 1); stage++) {
                 if (l == L && step > 0) await(turn, (step - 1) & 1);  // so that no block falls two steps behind or ahead
+                to.flying = l == L ? MANY : FEW;
                 if (l == L)
                     to.rows(a.head, K, v0, v1 - v0, 0);
                 else
@@ -161,6 +162,7 @@ DEVICE void stream(Ring ring, const Args& a, const Layer* layers, u64* turn) {
                     between_proxies();
                 }
                 long long at = l * a.stride_l + s.head * a.stride_h + (long long)s.first * D;
+                to.flying = MANY;
                 to.keys(a.cache_k + at, a.cache_v + at, s.n);
             }
         }

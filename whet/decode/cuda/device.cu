@@ -30,9 +30,11 @@ DEVICE void await(u64* bar, u32 parity) {
         "{\n.reg .pred p;\nagain:\nmbarrier.try_wait.parity.shared.b64 p, [%0], %1;\n@p bra done;\nbra again;\ndone:\n}"
         ::"r"(address(bar)), "r"(parity) : "memory");
 }
-DEVICE void fetch(void* to, const void* from, int bytes, u64* bar) {
-    asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];"
-                 ::"r"(address(to)), "l"(from), "r"(bytes), "r"(address(bar)) : "memory");
+DEVICE void fetch(void* to, const void* from, int bytes, u64* bar) {  // the first to leave the L2 cache: it is read once
+    u64 policy;
+    asm("createpolicy.fractional.L2::evict_first.b64 %0, 1.0;" : "=l"(policy));
+    asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes.L2::cache_hint [%0], [%1], %2, [%3], %4;"
+                 ::"r"(address(to)), "l"(from), "r"(bytes), "r"(address(bar)), "l"(policy) : "memory");
 }
 // Bulk copies are another proxy: a fence stands between plain accesses and theirs, for keys and values on either side, for
 // the ring where its readers are done. Without the latter a load may still be on its way when the slot is filled anew.
@@ -68,6 +70,7 @@ DEVICE float power(float x) {
     return y;
 }
 DEVICE float swap(float x, int mask) { return __shfl_xor_sync(0xffffffffu, x, mask); }
+DEVICE float of_lane(float x, int lane) { return __shfl_sync(0xffffffffu, x, lane); }
 DEVICE int swap(int x, int mask) { return __shfl_xor_sync(0xffffffffu, x, mask); }
 DEVICE u32 most_of_warp(u32 x) { return __reduce_max_sync(0xffffffffu, x); }
 DEVICE u32 pick(u32 a, u32 b, u32 which) { return __byte_perm(a, b, which); }

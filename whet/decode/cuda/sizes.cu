@@ -38,7 +38,7 @@ constexpr int UNIT = WEIGHTS > KEYS * KEY ? WEIGHTS : KEYS * KEY;
 constexpr int SPLITS = P / KV < 2 * WARPS ? P / KV : 2 * WARPS;   // of a sequence at most
 constexpr int FREE = (P - H) / KV < 1 ? 1 : (P - H) / KV < SPLITS ? (P - H) / KV : SPLITS;  // of blocks that join nothing
 constexpr int COPIES = 4;                                         // of a word: fewer blocks read the same one
-constexpr int FLYING = BITS == 4 ? 8 : 4;                         // units on their way at most
+constexpr int MANY = 4, FEW = BITS == 16 ? 2 : MANY;              // units on their way at most; of a layer's weights
 constexpr int TILES = 4, SUMS = 16 * TILES;                       // tiles of 16 rows whose sums are exchanged at once
 
 struct Matrix { const byte* w; const void* scale; };  // scale: int8 a float for each row, int4 a bf16 for each group
@@ -64,11 +64,12 @@ constexpr int AT_H = 0, AT_MID = AT_H + K, AT_QKV = AT_MID + K, AT_PART = AT_QKV
 constexpr int AT_Y = AT_MOST + SPLITS * H * 2, AT_ACT = AT_Y + HD / 2, AT_BEST = AT_ACT + F / 2;
 constexpr int A_COPY = (AT_BEST + P * 4 + 15) / 16 * 16, N_WORDS = COPIES * A_COPY;
 
-// Shared memory.
+// Shared memory. SEEN: of a head as a warp has seen it, 32 dimensions in other banks than the next.
+constexpr int SEEN = D + 16;
 constexpr int X_PART = SLICE * (BITS == 16 ? 2 : 1), X_BYTES = (NX + (BITS == 16 ? NK : NX)) * X_PART;
 constexpr int S_X = 0, S_PART = S_X + WARPS * X_BYTES;
 constexpr int S_SQUARE = S_PART + 2 * WARPS * SUMS * 4, S_HEADS = S_SQUARE + 2 * WARPS * 4;
-constexpr int S_MOST = S_HEADS + WARPS * G * D * 4, S_JOIN = S_MOST + WARPS * G * 8;
+constexpr int S_MOST = S_HEADS + WARPS * G * SEEN * 4, S_JOIN = S_MOST + WARPS * G * 8;
 constexpr int S_JOIN_MOST = S_JOIN + WARPS * D * 4, S_Q = S_JOIN_MOST + WARPS * 8;
 constexpr int S_NEW = S_Q + 2 * G * D * 2, S_LAYERS = S_NEW + 2 * D * 2, S_BARS = S_LAYERS + L * (int)sizeof(Layer);
 constexpr int MOST_STAGES = 32, S_RING = (S_BARS + (2 * MOST_STAGES + 1) * 8 + 127) / 128 * 128;
@@ -78,5 +79,5 @@ static_assert(K % CH == 0 && HD % CH == 0 && F % CH == 0, "sizes must be multipl
 static_assert((G == 1 || G == 2 || G == 4) && G * KV == H && P >= H && SPLITS >= 1, "1, 2 or 4 query heads a key head");
 static_assert(BITS == 16 || BITS == 8 || BITS == 4, "weights of 16, 8 or 4 bits");
 static_assert(SLICE == D && SLICE == GROUP, "a warp's slice must be a head, and a group");
-static_assert((K + P - 1) / P <= SUMS && STAGES > FLYING, "more multiprocessors or shared memory are needed");
+static_assert((K + P - 1) / P <= SUMS && STAGES > MANY, "more multiprocessors or shared memory are needed");
 static_assert(NQ >= P && K >= P && F >= 2 * P && V >= P, "every block must have a row of every matrix: it is heard from so");

@@ -3,15 +3,15 @@
 struct Stream {
     Ring ring;
     bool first;
+    int flying;  // units on their way at most: what the blocks tell each other takes longer while memory is busy
 
-    DEVICE Stream(Ring r) : ring(r), first(true) {}
+    DEVICE Stream(Ring r) : ring(r), first(true), flying(MANY) {}
 
-    // Each lane copies `bytes` or none; `all`: what the warp copies. More units on their way would not come faster, and what
-    // the blocks tell each other would wait behind them.
+    // Each lane copies `bytes` or none; `all`: what the warp copies.
     DEVICE void unit(const void* from, int to, int bytes, int all) {
         if (!first) await(&ring.empty[ring.slot], ring.phase ^ 1);
-        if (!first || ring.slot >= FLYING) {
-            int before = ring.slot - FLYING;
+        if (!first || ring.slot >= flying) {
+            int before = ring.slot - flying;
             await(&ring.full[before < 0 ? before + STAGES : before], before < 0 ? ring.phase ^ 1 : ring.phase);
         }
         if (LANE == 0) expect(&ring.full[ring.slot], all);
