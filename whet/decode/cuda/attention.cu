@@ -4,9 +4,7 @@ struct Attention : Products {
     using Products::Products;
 
     // A head of 128 at the words: this lane's dimensions 2 * lane, + 1, and those 64 further; normed and rotated.
-    DEVICE void head_in(float (&x)[4], int at, u32 generation, const bf16* norm, int position, bool rotate) {
-        Two w = {0x3f803f80u, 0x3f803f80u};
-        if (QK_NORM && rotate) w = {*(const u32*)(norm + 2 * lane), *(const u32*)(norm + 64 + 2 * lane)};
+    DEVICE void head_in(float (&x)[4], int at, u32 generation, Two w, int position, bool rotate) {
         long long row = (long long)position * (D / 2) + 2 * lane;
         float c0 = a.cosine[row], c1 = a.cosine[row + 1], s0 = a.sine[row], s1 = a.sine[row + 1];
         u64 v[2][2];
@@ -22,9 +20,18 @@ struct Attention : Products {
         x[2] = x[2] * c0 + x[0] * s0, x[3] = x[3] * c1 + x[1] * s1, x[0] = y0, x[1] = y1;
     }
 
+    // Of the norm of the head that this warp will have: from memory, which takes as long as to hear.
+    DEVICE Two norm_of_head(const Layer& layer) {
+        if (!QK_NORM || warp > G) return {0, 0};
+        const bf16* norm = (warp < G ? layer.q_norm : layer.k_norm) + 2 * lane;
+        return {*(const u32*)norm, *(const u32*)(norm + 64)};
+    }
+
     // A warp's eight keys of a unit. A lane holds a quarter of key lane / 4, and of the values of keys 2 * (lane % 4) and the
     // next 16 dimensions from 16 * (lane / 4) on.
     struct Keys { Four k[4], v[2][2]; };
+    static constexpr int HELD = 2;  // units in registers before the queries are there
+    using Held = Keys[HELD];
 
     DEVICE void exchange(Four& a, Four& b, bool really) {
         Four c = a;
@@ -75,25 +82,31 @@ struct Attention : Products {
     DEVICE u32 odds(u32 a, u32 b) { return a >> 16 | (b & 0xffff0000u); }
     DEVICE u32 part(const Four& v, int i) { return i == 0 ? v.x : i == 1 ? v.y : i == 2 ? v.z : v.w; }
 
-    DEVICE void see(Seen& seen, const Keys& keys, const Four (&q)[4], int count, bool more) {
-        float s[2][4] = {}, most = seen.most, p[2];
+    // The first N units of those held, `count` keys in all; more: it is not the first time.
+    template <int N>
+    DEVICE void see(Seen& seen, const Held& keys, const Four (&q)[4], int count, bool more) {
+        float p[N][2], most = seen.most;
 #pragma unroll
-        for (int i = 0; i < 4; i++) {
-            mma(s[0], q[i].x, 0, q[i].y, 0, keys.k[i].x, keys.k[i].y);
-            mma(s[1], q[i].z, 0, q[i].w, 0, keys.k[i].z, keys.k[i].w);
-        }
+        for (int u = 0; u < N; u++) {
+            float s[2][4] = {};
 #pragma unroll
-        for (int i = 0; i < 2; i++) {
-            p[i] = s[0][i] + s[1][i];
-            p[i] += swap(p[i], 4 * G);  // the query's second part has rows of its own
-            p[i] = warp * 8 + lane % 4 * 2 + i < count ? p[i] : LOWEST;
-            most = p[i] > most ? p[i] : most;
+            for (int i = 0; i < 4; i++) {
+                const Four &x = q[i], &k = keys[u].k[i];
+                mma(s[0], x.x, 0, x.y, 0, k.x, k.y);
+                mma(s[1], x.z, 0, x.w, 0, k.z, k.w);
+            }
+#pragma unroll
+            for (int i = 0; i < 2; i++) {
+                p[u][i] = s[0][i] + s[1][i];
+                p[u][i] += swap(p[u][i], 4 * G);  // the query's second part has rows of its own
+                p[u][i] = u * KEYS + warp * 8 + lane % 4 * 2 + i < count ? p[u][i] : LOWEST;
+                most = p[u][i] > most ? p[u][i] : most;
+            }
         }
         float other = swap(most, 1);
         most = other > most ? other : most, other = swap(most, 2);
         most = other > most ? other : most;
         float safe = most == LOWEST ? 0 : most;
-        p[0] = power(p[0] - safe), p[1] = power(p[1] - safe);
         if (more) {
             float shrink = power(seen.most - safe);
             float first = of_lane(shrink, lane % 4 * 8), second = of_lane(shrink, lane % 4 * 8 + 4);
@@ -101,12 +114,17 @@ struct Attention : Products {
 #pragma unroll
             for (int i = 0; i < 4 * 8; i++) seen.y[i / 4][i % 4] *= i % 2 ? second : first;
         }
-        seen.most = most, seen.sum += p[0] + p[1];
-        u32 weights = lane / 4 < G ? rounded(p[0], p[1]) : 0;
+        seen.most = most;
 #pragma unroll
-        for (int i = 0; i < 8; i++) {
-            u32 one = part(keys.v[0][i / 4], i % 4), two = part(keys.v[1][i / 4], i % 4);
-            mma8(seen.y[i], evens(one, two), odds(one, two), weights);
+        for (int u = 0; u < N; u++) {
+            p[u][0] = power(p[u][0] - safe), p[u][1] = power(p[u][1] - safe);
+            seen.sum += p[u][0] + p[u][1];
+            u32 weights = lane / 4 < G ? rounded(p[u][0], p[u][1]) : 0;
+#pragma unroll
+            for (int i = 0; i < 8; i++) {
+                u32 one = part(keys[u].v[0][i / 4], i % 4), two = part(keys[u].v[1][i / 4], i % 4);
+                mma8(seen.y[i], evens(one, two), odds(one, two), weights);
+            }
         }
     }
 
@@ -129,11 +147,11 @@ struct Attention : Products {
     }
 
     // The queries, each in two parts, and where they are new the key and the value, which the cache gets too.
-    DEVICE void heads_of(const Layer& w, int layer, const Span& s, int position, u32 generation) {
+    DEVICE void heads_of(Two norm, int layer, const Span& s, int position, u32 generation) {
         if (warp >= G + (s.newest ? 2 : 0)) return;
         int head = warp < G ? s.head * G + warp : warp == G ? H + s.head : H + KV + s.head;
         float x[4];
-        head_in(x, AT_QKV + head * D, generation, warp < G ? w.q_norm : w.k_norm, position, warp <= G);
+        head_in(x, AT_QKV + head * D, generation, norm, position, warp <= G);
         if (warp < G) {
 #pragma unroll
             for (int i = 0; i < 4; i++) x[i] *= a.scale;
@@ -152,10 +170,12 @@ struct Attention : Products {
         *(u32*)(to + 2 * lane) = one, *(u32*)(to + 64 + 2 * lane) = two;
     }
 
-    DEVICE void attend(Keys& keys, const Layer& w, int layer, const Span& s, int position, u32 generation) {
-        Keys next = {};
-        if (s.n > KEYS) take_keys(next);
-        heads_of(w, layer, s, position, generation);
+    // keys: the first unit is there.
+    DEVICE void attend(Held& keys, Two norm, int layer, const Span& s, int position, u32 generation) {
+#pragma unroll
+        for (int u = 1; u < HELD; u++)
+            if (s.n > u * KEYS) take_keys(keys[u]);
+        heads_of(norm, layer, s, position, generation);
         meet();
         Four q[4];
 #pragma unroll
@@ -165,16 +185,25 @@ struct Attention : Products {
         }
         Seen seen = {LOWEST, 0, {}};
         int all = s.n + s.newest;
+#pragma unroll
+        for (int u = 0; u < HELD; u++)
+            if (all < (u + 1) * KEYS || s.newest) place_new(keys[u], s.newest ? s.n - u * KEYS : -1, all - u * KEYS);
+        if (all <= KEYS)
+            see<1>(seen, keys, q, all, false);
+        else
+            see<HELD>(seen, keys, q, all, false);
 #pragma unroll 1
-        for (int j = 0; j < all; j += KEYS) {
-            int count = all - j < KEYS ? all - j : KEYS;
-            if (j && j < s.n) {
-                if (j > KEYS) release(2);
-                keys = next;
-                if (j + KEYS < s.n) look(next);  // while these are seen
+        for (int j = HELD * KEYS; j < all; j += KEYS) {
+            if (j < s.n) {
+                if (j == HELD * KEYS)
+                    look(keys[0]);
+                else
+                    keys[0] = keys[1];
+                release(2);
+                if (j + KEYS < s.n) look(keys[1]);  // while the others are seen
             }
-            if (count < KEYS || s.newest) place_new(keys, s.newest ? s.n - j : -1, count);
-            see(seen, keys, q, count, j > 0);
+            if (all - j < KEYS || s.newest) place_new(keys[0], s.newest ? s.n - j : -1, all - j);
+            see<1>(seen, keys, q, all - j, true);
         }
         keep_seen(seen);
         if (tid < G * D / 2) {

@@ -92,11 +92,12 @@ struct Block : Attention {
                 const Layer& layer = layers[l];
                 generation++;
                 heard = anew((u64*)heard);
-                Keys keys = {};
-                if (In::WHOLE && s.n) take_keys(keys);
+                Held keys = {};
+                Two norm = norm_of_head(layer);
+                if (In::WHOLE && s.n) take_keys(keys[0]);
                 qkv(in, norm_in(AT_H, generation - 1, l == 0 ? row : nullptr, w), layer, scale_in, q0, nq, generation);
-                if (!In::WHOLE && s.n) take_keys(keys);
-                if (s.takes_part) attend(keys, layer, l, s, position, generation);
+                if (!In::WHOLE && s.n) take_keys(keys[0]);
+                if (s.takes_part) attend(keys, norm, l, s, position, generation);
                 weights_of_norm(w, layer.norm2);
                 float scale_out = scale_of(layer.o, k0 + tid, tid < nk), scale_down = scale_of(layer.down, k0 + tid, tid < nk);
                 Pair scale_up = scales_of_pair(layer.gate_up, f0 + tid, tid < nf);
