@@ -84,6 +84,7 @@ DEVICE u64* anew(u64* p) {  // addresses made of it are made here, not once for 
     asm volatile("" : "+l"(p));
     return p;
 }
+DEVICE void here_and_now(u32& a, u32& b) { asm volatile("" : "+r"(a), "+r"(b)); }  // not where they are used, later on
 DEVICE float bits(u32 x) { return __uint_as_float(x); }
 DEVICE u32 bits(float x) { return __float_as_uint(x); }
 DEVICE float root(float x) { return rsqrtf(x); }

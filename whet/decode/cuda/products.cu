@@ -152,11 +152,20 @@ struct Products {
         static DEVICE int halves(int n) { return ((n < TOGETHER ? n : TOGETHER) + 7) / 8 * (PAIRS ? 2 : 1); }
     };
     template <class S>
-    struct Weights { u32 w[S::LOADS][4], scale[2]; };  // scale: int4, a half's low and high nibbles'
+    struct Weights { u32 w[S::STEPS][4], scale[2]; };  // scale: int4, a half's low and high nibbles'
     template <class S>
     struct Early { Weights<S> w[S::N ? S::N * S::CHUNKS : 1]; };
     template <class S>
     struct Sum { Number c[S::SUMMED][4]; };
+
+    // Of nibbles in v the low ones into v and the high ones into w: 16 times nibble - 8, as bytes.
+    DEVICE void unpack(u32 (&v)[4], u32 (&w)[4]) {
+#pragma unroll
+        for (int i = 0; i < 4; i++) {
+            w[i] = (v[i] & 0xf0f0f0f0u) ^ 0x80808080u, v[i] = ((v[i] << 4) & 0xf0f0f0f0u) ^ 0x80808080u;
+            here_and_now(v[i], w[i]);
+        }
+    }
 
     // A tile's weights of one chunk as the tensor cores take them; two: there is a second half.
     template <class S>
@@ -171,7 +180,11 @@ struct Products {
         }
         const byte* lane_from = (matrix % 2 ? lower : from) + at + (S::TWO ? 0 : matrix % 2 * (WARP_ROW / 2));
 #pragma unroll
-        for (int i = 0; i < S::LOADS; i++) load(w.w[i], lane_from + i * 32);
+        for (int i = 0; i < S::LOADS; i++) {
+            u32(&v)[4] = w.w[S::STEPS / S::LOADS * i];
+            load(v, lane_from + i * 32);
+            if (BITS == 4) unpack(v, w.w[S::STEPS / S::LOADS * (i + 1) - 1]);
+        }
         if (BITS == 4) {
             constexpr int GROUPS = S::CHUNKS * CH / GROUP;
             const bf16* scale = (const bf16*)(from + GROUPS_AT) + lane / 4 * GROUPS + chunk * (ROW / GROUP) + warp / 2;
@@ -198,10 +211,6 @@ struct Products {
         }
     }
 
-    // 16 times nibble - 8, as bytes.
-    DEVICE u32 low_nibbles(u32 w) { return ((w << 4) & 0xf0f0f0f0u) ^ 0x80808080u; }
-    DEVICE u32 high_nibbles(u32 w) { return (w & 0xf0f0f0f0u) ^ 0x80808080u; }
-
     template <class S>
     DEVICE void multiply(Sum<S>& s, const Weights<S>& w, const u32 (&b)[S::STEPS][2], int chunk) {
         if constexpr (BITS > 4) {
@@ -211,12 +220,7 @@ struct Products {
         } else {
             int c[2][4] = {};
 #pragma unroll
-            for (int i = 0; i < S::LOADS; i++) {
-                u32 v[4] = {w.w[i][0], w.w[i][1], w.w[i][2], w.w[i][3]};
-                mma(c[0], low_nibbles(v[0]), low_nibbles(v[1]), low_nibbles(v[2]), low_nibbles(v[3]), b[2 * i][0], b[2 * i][1]);
-                mma(c[1], high_nibbles(v[0]), high_nibbles(v[1]), high_nibbles(v[2]), high_nibbles(v[3]),
-                    b[2 * i + 1][0], b[2 * i + 1][1]);
-            }
+            for (int i = 0; i < S::STEPS; i++) mma(c[i % 2], w.w[i][0], w.w[i][1], w.w[i][2], w.w[i][3], b[i][0], b[i][1]);
 #pragma unroll
             for (int i = 0; i < 4; i += 2) {  // both digits: at most 2^28
                 u32 scale = w.scale[S::TWO ? i / 2 : 0];
