@@ -182,6 +182,7 @@ static_assert(WARPS * 32 == 256 && THREADS == 384, "Group and launch have these 
 
 extern "C" const int SHARED_BYTES = S_RING + STAGES * UNIT;
 extern "C" const int WORDS = N_WORDS;
+extern "C" const int QKV_AT = AT_QKV, PART_AT = AT_PART, Y_AT = AT_Y, IS_AHEAD = Block::AHEAD;
 
 static const Args* given;
 static std::vector<std::unique_ptr<unsigned char[]>> memory;
