@@ -158,8 +158,8 @@ DEVICE void stream(Ring ring, const Args& a, const Layer* layers, u64* turn) {
                             stage == 1 ? HD : stage == 3 ? F : K, stage == 0 ? q0 : stage == 2 ? f0 : k0,
                             stage == 0 ? q1 - q0 : stage == 2 ? f1 - f0 : k1 - k0, stage == 2 ? F : 0);
                 if (stage || l == L || !s.takes_part || step == a.steps) continue;
-                if (l == 0 && step > 0) {  // the last of these keys were written in the step before, others of them in earlier ones
-                    if (s.newest) await(turn, (step - 1) & 1);
+                if (l == 0 && step > 0 && s.newest) {  // the last of these keys were written in the step before
+                    await(turn, (step - 1) & 1);
                     between_proxies();
                 }
                 long long at = l * a.stride_l + s.head * a.stride_h + (long long)s.first * D;
