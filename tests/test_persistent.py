@@ -290,6 +290,14 @@ def big(device, quant=None, **change):
     return weights(dataclasses.replace(SMALL, vocab=30000, max_positions=8192, **change), quant, device=device)
 
 
+@pytest.fixture
+def able(device):
+    """A GPU that can run it."""
+    if why := persistent.unable(torch.device(device)):
+        pytest.skip(why)
+    return device
+
+
 def begun(model, old: int):
     """A contender that has read `old` tokens, and what it is judged by."""
     prompt, first = torch.randint(model.c.vocab, (1, old), device="cuda"), torch.tensor([[PLACES["token"]]], device="cuda")
@@ -302,10 +310,8 @@ def begun(model, old: int):
 @pytest.mark.parametrize("old", [1, 63, 200, 1520, 6000])  # from 1536 on splits are longer, and read what others wrote
 @pytest.mark.parametrize("change", [dict(), dict(qk_norm=False, qkv_bias=True, heads=16), dict(hidden=2048, ffn=6144)])
 @pytest.mark.parametrize("quant", [None, "int8", "int4"])
-def test_on_a_gpu_it_agrees_and_gives_the_same_bits_again(device, old, change, quant):
-    if why := persistent.unable(torch.device(device)):
-        pytest.skip(why)
-    made, truth = begun(big(device, quant, **change), old)
+def test_on_a_gpu_it_agrees_and_gives_the_same_bits_again(able, old, change, quant):
+    made, truth = begun(big(able, quant, **change), old)
     verdict = truth.judge(made)
     assert verdict.ok, verdict.why
     runs = []
@@ -318,11 +324,9 @@ def test_on_a_gpu_it_agrees_and_gives_the_same_bits_again(device, old, change, q
 
 
 @pytest.mark.gpu
-def test_on_a_gpu_impatience_ends_the_kernel_and_is_told(device, monkeypatch):
-    if why := persistent.unable(torch.device(device)):
-        pytest.skip(why)
+def test_on_a_gpu_impatience_ends_the_kernel_and_is_told(able, monkeypatch):
     monkeypatch.setattr(persistent, "PATIENCE", 0)
-    made, _ = begun(big(device), 100)
+    made, _ = begun(big(able), 100)
     made.rewind()
     with pytest.raises(RuntimeError, match="not heard from"):
         made.runner.steps(4, 1, made.context, "greedy").read()
@@ -346,7 +350,5 @@ def test_an_engine_tells_of_what_is_not_a_number():
 
 
 @pytest.mark.gpu
-def test_on_a_gpu_an_engine_that_decodes_with_it_does_so_too(device):
-    if why := persistent.unable(torch.device(device)):
-        pytest.skip(why)
-    engine_tells_of_what_is_not_a_number(big(device, tied=False), "persistent")
+def test_on_a_gpu_an_engine_that_decodes_with_it_does_so_too(able):
+    engine_tells_of_what_is_not_a_number(big(able, tied=False), "persistent")

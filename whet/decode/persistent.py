@@ -64,11 +64,11 @@ def unfit(model: Qwen3) -> str | None:
     c = model.c
     if model.embed.dtype != torch.bfloat16:
         return f"the dtype must be bfloat16, got {str(model.embed.dtype).removeprefix('torch.')}"
-    quants = {quant_of(w.data) for _, w in weights(model)}
+    stored = [w for _, w in weights(model)]
+    quants = {quant_of(w.data) for w in stored}
     if len(quants) > 1 or not quants <= BITS.keys():
         return f"weights must all be bfloat16, int8 or int4, got {' and '.join(sorted(q or 'bfloat16' for q in quants))}"
-    stored = [t for _, w in weights(model) for t in (w.data, w.scale) if t is not None]
-    if any(not t.is_contiguous() or t.data_ptr() % 16 for t in stored):
+    if any(not t.is_contiguous() or t.data_ptr() % 16 for w in stored for t in (w.data, w.scale) if t is not None):
         return "weights must be contiguous and begin at a multiple of 16 bytes"
     if c.window is not None or c.o_bias:
         return "a sliding window or a bias of the output projection is not built in"

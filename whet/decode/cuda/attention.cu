@@ -45,11 +45,8 @@ struct Attention : Products {
 #pragma unroll
         for (int i = 0; i < 4; i++) keys.k[i] = *(const Four*)(from + (i ^ odd) * 64);
         exchange(keys.k[0], keys.k[1], odd), exchange(keys.k[2], keys.k[3], odd);
-        Ring values = ring;
-        values.step();
-        await(&values.full[values.slot], values.phase);
         odd = lane % 2;
-        from = values.units + values.slot * UNIT + (warp * 8 + lane % 4 * 2) * KEY + lane / 4 * 32;
+        from = unit_after() + (warp * 8 + lane % 4 * 2) * KEY + lane / 4 * 32;
 #pragma unroll
         for (int i = 0; i < 4; i++) keys.v[i / 2][i % 2] = *(const Four*)(from + i / 2 * KEY + (i % 2 ^ odd) * 16);
         exchange(keys.v[0][0], keys.v[0][1], odd), exchange(keys.v[1][0], keys.v[1][1], odd);
@@ -59,8 +56,10 @@ struct Attention : Products {
         release(2);
     }
 
-    // The new key in its place behind the old ones, and nothing behind it.
-    DEVICE void place_new(Keys& keys, int at, int count) {
+    // In a unit of keys from `begin` on the new one in its place behind the old ones, and nothing behind it.
+    DEVICE void place_new(Keys& keys, const Span& s, int begin) {
+        int at = s.newest ? s.n - begin : -1, count = s.n + s.newest - begin;
+        if (count >= KEYS && !s.newest) return;
         const bf16* fresh = (const bf16*)(base + S_NEW);
         if (at == warp * 8 + lane / 4) {
 #pragma unroll
@@ -186,8 +185,7 @@ struct Attention : Products {
         Seen seen = {LOWEST, 0, {}};
         int all = s.n + s.newest;
 #pragma unroll
-        for (int u = 0; u < HELD; u++)
-            if (all < (u + 1) * KEYS || s.newest) place_new(keys[u], s.newest ? s.n - u * KEYS : -1, all - u * KEYS);
+        for (int u = 0; u < HELD; u++) place_new(keys[u], s, u * KEYS);
         if (all <= KEYS)
             see<1>(seen, keys, q, all, false);
         else
@@ -202,7 +200,7 @@ struct Attention : Products {
                 release(2);
                 if (j + KEYS < s.n) look(keys[1]);  // while the others are seen
             }
-            if (all - j < KEYS || s.newest) place_new(keys[0], s.newest ? s.n - j : -1, all - j);
+            place_new(keys[0], s, j);
             see<1>(seen, keys, q, all - j, true);
         }
         keep_seen(seen);

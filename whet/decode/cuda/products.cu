@@ -127,6 +127,12 @@ struct Products {
         await(&ring.full[ring.slot], ring.phase);
         return ring.units + ring.slot * UNIT;
     }
+    DEVICE const unsigned char* unit_after() {
+        Ring next = ring;
+        next.step();
+        await(&next.full[next.slot], next.phase);
+        return next.units + next.slot * UNIT;
+    }
     DEVICE void release(int units) {
         done_reading();
         meet_warp();
@@ -172,18 +178,13 @@ struct Products {
     DEVICE void take(Weights<S>& w, int chunk, bool two) {
         const byte *from = unit(), *lower = from + (S::TWO && HIGH == 16 ? 8 * PITCH : 0);
         int matrix = lane / 8, at = lane % 8 * PITCH + warp * WARP_ROW + matrix / 2 * 16;
-        if (S::TWO && HIGH == 8 && two) {
-            Ring next = ring;
-            next.step();
-            await(&next.full[next.slot], next.phase);
-            lower = next.units + next.slot * UNIT;
-        }
+        if (S::TWO && HIGH == 8 && two) lower = unit_after();
         const byte* lane_from = (matrix % 2 ? lower : from) + at + (S::TWO ? 0 : matrix % 2 * (WARP_ROW / 2));
+        constexpr int EACH = S::STEPS / S::LOADS;
 #pragma unroll
         for (int i = 0; i < S::LOADS; i++) {
-            u32(&v)[4] = w.w[S::STEPS / S::LOADS * i];
-            load(v, lane_from + i * 32);
-            if (BITS == 4) unpack(v, w.w[S::STEPS / S::LOADS * (i + 1) - 1]);
+            load(w.w[EACH * i], lane_from + i * 32);
+            if constexpr (BITS == 4) unpack(w.w[EACH * i], w.w[EACH * i + 1]);
         }
         if (BITS == 4) {
             constexpr int GROUPS = S::CHUNKS * CH / GROUP;

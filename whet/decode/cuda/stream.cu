@@ -23,8 +23,7 @@ struct Stream {
 
     // Rows [begin, begin + n) of w (.., columns): tiles chunk by chunk, each of one unit or two. apart: a tile is eight rows of
     // the gate and the same of the up projection, so many rows further; else 16 rows. With int4 lanes 16 and 17 copy the
-    // scales of eight rows each, of all chunks: a copy is of 16 bytes at least, and takes its time however short it is (one for
-    // each row's scales made a token of Qwen3-0.6B take 1.4 times as long).
+    // scales of eight rows each, of all chunks: a copy is of 16 bytes at least, and takes its time however short it is.
     DEVICE void rows(const Matrix& w, int columns, int begin, int n, int apart) {
         long long stride = (long long)columns * BITS / 8;
         int scales = columns / GROUP * 2;
