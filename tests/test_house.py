@@ -10,7 +10,8 @@ import pytest
 ROOT = Path(__file__).parent.parent
 PACKAGE = sorted((ROOT / "whet").rglob("*.py"))
 ORDER = [
-    "machine", "library", "op", "lock", "choices", "ops", "ahead", "verify", "measure", "counters", "worker", "tune", "models",
+    "machine", "interpret", "library", "values", "parts", "op", "lock", "choices", "ops", "ahead", "judge", "verify", "whole",
+    "prove", "measure", "counters", "worker", "tune", "models",
     "decode", "diagnose", "report", "optimize", "autoselect", "exercise", "terminal", "clinic", "talk", "cli", "__main__",
 ]
 FILE_LINES, FUNCTION_LINES, PACKAGE_LINES = 400, 50, 23000

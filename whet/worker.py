@@ -22,7 +22,7 @@ import torch
 from whet import machine
 from whet.measure import ceilings, compare, stepper
 from whet.op import DTYPES, Call, Op, base, discover
-from whet.verify import verify_case
+from whet.prove import provable, prove
 
 START_LIMIT_S = 120.0
 
@@ -108,17 +108,14 @@ def _args(op: Op, call: Call) -> dict:
 
 
 def answer_verify(call: Call, impl: str) -> dict:
-    """The verdict on a candidate, at op.proof's case; "proved" is the key of that call where it is not the call itself."""
-    op = discover()[call.op]
-    proof = replace(call, case=op.proof(dict(call.case)))
-    if proof == call:
-        proved = {}
-    elif reason := op.why_not(base(impl), _args(op, call)):
+    """The verdict on a candidate; "proved" is the key of the call that was proved in full where it is not the call itself."""
+    op, device = discover()[call.op], machine.this_machine().device
+    if reason := op.why_not(base(impl), _args(op, call)):
         return {"ok": False, "share": 0.0, "why": f"refused: {reason}"}
-    else:
-        proved = {"proved": proof.key}
-    verdict = verify_case(op, impl, dict(proof.case), call.dtype, machine.this_machine().device, grad=call.grad)
-    return {"ok": verdict.ok, "share": round(verdict.share, 4), "why": verdict.why} | proved
+    proof = replace(call, case=provable(op, dict(call.case), call.dtype))
+    verdict = prove(op, impl, call, device)
+    answer = {"ok": verdict.ok, "share": round(verdict.share, 4), "why": verdict.why}
+    return answer | ({"rule": verdict.rule} if verdict.rule else {}) | ({} if proof == call else {"proved": proof.key})
 
 
 def answer_measure(call: Call, impls: list[str], mode: str, seconds: float) -> dict:

@@ -3,7 +3,9 @@
 from whet.op import Op
 from whet.ops.attention import meaning
 from whet.ops.attention.launch import IMPLS
+from whet.ops.attention.pieces import pieces
 from whet.ops.attention.stock import STOCK
+from whet.values import families
 
 OP = Op(
     name="attention",
@@ -20,4 +22,7 @@ OP = Op(
     dynamic=("B",),
     tiny=dict(B=1, H=2, KV=1, Lq=300, Lk=300),  # one key head, so that any number of query heads is a multiple of it
     proof=meaning.proof,
+    smaller=meaning.smaller,
+    hostile=families(("q", "k", "v"), limit=16.0, shifted=("k",)),
+    pieces=pieces,
 )
