@@ -1,12 +1,11 @@
-"""How far may a result lie from the truth?  Rules about single values, about rows, and about what averages out.
+"""How far may a result lie from the truth?  Rules about single values, and about what averages out.
 
 Every rule measures against eager PyTorch in the same dtype: no tolerance is set by hand.
 
 worst, rms   error <= factor * (eager's error + one rounding step of the dtype * size), factor 2 for values, 3 for gradients
-row          the same for the root mean square of every row, against the row's own size
 bias         rounding is random, a bug is systematic: the error regressed on the truth, on a constant, and on each argument
              of the same shape, over everything and along every axis. Rounding errors average out, so over n values a slope has
-             a standard error near step / sqrt(n). A slope counts where it lies beyond eager's own, beyond an eighth of a
+             a standard error near step / sqrt(n). A slope counts where it lies beyond eager's own, beyond a share of a
              rounding, and beyond chance. For 16-bit dtypes: float32's own step is as sharp already.
 """
 
@@ -17,11 +16,11 @@ from dataclasses import dataclass
 import torch
 
 VALUE_FACTOR, GRAD_FACTOR = 2.0, 3.0
-SHARE = 1 / 8  # of half a rounding step: the slope that right kernels may have beyond eager's, see docs/proof.md
+SHARE, AXIS_SHARE = 1 / 8, 1.0  # of half a rounding step, that the slope of a right kernel may lie beyond eager's: over
+# everything, and at one index of an axis, where a factor that is rounded first (a norm's weight) meets the same few bits again
 CHANCE = 1e-9  # how often a test of slopes may reject by chance
 FEWEST = 64  # values of a group without which a slope says nothing
-SAMPLE = 2**24  # values of a tensor that slopes are taken over at most: their standard error is then a millionth
-ROW = 16  # columns of a row without which its root mean square says nothing
+SAMPLE = 2**22  # values of a tensor that slopes are taken over at most: their standard error is then some millionths
 Given = torch.Tensor | None
 
 
@@ -41,7 +40,7 @@ class Verdict:
 
 def judge(
     actual: dict, eager: dict, oracle: dict, step: float | None = None, coarse: Mapping[str, float] | None = None,
-    beside: Mapping[str, torch.Tensor] | None = None, leaks: bool = False, usual: Mapping[str, dict] | None = None,
+    beside: Mapping[str, torch.Tensor] | None = None, leaks: str = "", usual: Mapping[str, dict] | None = None,
 ) -> Verdict:
     """The worst verdict over named tensors; the same rule serves one op and a whole model.
 
@@ -49,7 +48,8 @@ def judge(
             autocast a float32 loss carries bfloat16 errors, and eager's own may be near zero by luck
     coarse  the same for single results, by name
     beside  arguments to regress errors on; None: slopes are not looked at, as for a whole model, whose errors add up
-    leaks   one row of the inputs is no number: only what it leaves alone is judged, and that it does not vanish
+    leaks   "poisoned": one row of the inputs is no number; only what it leaves alone is judged, and that it does not vanish.
+            "undefined": what the oracle has no number for may be anything
     usual   {result: {norm: eager's error as a share of the size}} over several draws: of few values one draw may be lucky
     """
     worst = Verdict(True, 0.0, float("inf"))
@@ -65,10 +65,11 @@ def judge(
 
 def compare(
     name: str, a: Given, e: Given, o: Given, factor: float, step: float | None = None,
-    beside: Mapping[str, torch.Tensor] | None = None, leaks: bool = False, usual: Mapping[str, float] | None = None,
+    beside: Mapping[str, torch.Tensor] | None = None, leaks: str = "", usual: Mapping[str, float] | None = None,
 ) -> Verdict:
-    if o is None or e is None:
-        return Verdict(a is None, why="" if a is None else f"{name}: expected none")
+    if o is None or e is None:  # zeros say the same, as torch.compile says it
+        absent = a is None or not a.any()
+        return Verdict(absent, why="" if absent else f"{name}: expected none")
     if a is None:
         return Verdict(False, why=f"{name} is missing: the graph is cut")
     if a.shape != e.shape or a.dtype != e.dtype:
@@ -77,7 +78,7 @@ def compare(
         return Verdict(True, 0.0, float("inf"))
     if not a.is_floating_point():
         return Verdict(torch.equal(a, o), why=f"{name}: {(a != o).sum().item()} of {a.numel()} differ")
-    kept, why = same_kinds(a, e, o, leaks)
+    kept, why = same_kinds(a, e, o, leaks, name.startswith("output") and leaks != "undefined")
     if why:
         return Verdict(False, float("nan"), 0.0, f"{name} {why}")
     coarse = step is not None
@@ -92,13 +93,9 @@ def compare(
         if error > budget:
             return Verdict(False, error, budget, f"{name}: {norm} error {error:.2e} exceeds {budget:.2e}")
         tightest = max(tightest, Verdict(True, error, budget), key=lambda v: v.share)
-    if beside is not None:
-        rowwise = rows_apart(name, a64, e64, o64, factor, step, quantum)
-        if not rowwise.ok:
-            return rowwise
-        if e.element_size() == 2 and not coarse and not leaks:
-            same = {k: t for k, t in beside.items() if t.shape == o.shape and t.is_floating_point()}
-            return biased(name, a64, e64, o64, same, factor, step, quantum) or tightest
+    if beside is not None and e.element_size() == 2 and not coarse and not leaks:
+        same = {k: t for k, t in beside.items() if t.shape == o.shape and t.is_floating_point()}
+        return biased(name, a64, e64, o64, same, factor, step, quantum) or tightest
     return tightest
 
 
@@ -119,10 +116,11 @@ def usual_errors(held: list[tuple[dict, dict]]) -> dict[str, dict]:
 NORMS = {"worst": lambda t: t.abs().max().item(), "rms": lambda t: t.square().mean().sqrt().item()}
 
 
-def same_kinds(a: torch.Tensor, e: torch.Tensor, o: torch.Tensor, leaks: bool) -> tuple[torch.Tensor, str]:
+def same_kinds(a: torch.Tensor, e: torch.Tensor, o: torch.Tensor, leaks: str, vanish: bool) -> tuple[torch.Tensor, str]:
     """The elements to be compared, and what is wrong with those that are no numbers.
 
     What the dtype cannot hold is infinite in it. Where eager overflows, a candidate may, too.
+    vanish   whether a NaN must be seen in the result: of an output, not of a gradient, which may be left out for such a row
     """
     held = o.to(e.dtype)
     finite = torch.isfinite(held)
@@ -130,7 +128,7 @@ def same_kinds(a: torch.Tensor, e: torch.Tensor, o: torch.Tensor, leaks: bool) -
         bad = finite & torch.isfinite(e) & ~torch.isfinite(a)
         if bad.any():
             return finite, f"has {bad.sum().item()} elements that are no numbers where no input of theirs is one"
-        if torch.isnan(held).any() and torch.isfinite(a).all():
+        if vanish and torch.isnan(held).any() and torch.isfinite(a).all():
             return finite, "is finite throughout though an input is NaN"
         return finite & torch.isfinite(a), ""
     agree = torch.isfinite(a) == finite
@@ -138,23 +136,6 @@ def same_kinds(a: torch.Tensor, e: torch.Tensor, o: torch.Tensor, leaks: bool) -
     agree |= ~torch.isfinite(e) & finite
     agree |= o.abs().double() > 0.99 * torch.finfo(e.dtype).max  # at the edge of the range either is right
     return finite & torch.isfinite(a), "" if agree.all() else "has non-finite or unwritten elements"
-
-
-def rows_apart(name: str, a, e, o, factor: float, step: float, quantum: float) -> Verdict:
-    """The root mean square of each row against the row's own size, so that large rows do not excuse small ones.
-
-    A row under a sixteenth of the whole's size is held against that: what cancels to nearly nothing has no digits left.
-    """
-    if o.dim() < 2 or o.shape[-1] < ROW:
-        return Verdict(True)
-    size = o.square().mean(-1).sqrt()
-    size = size.clamp_min(o.square().mean().sqrt() / 16 + quantum)
-    off, usual = ((t - o).square().mean(-1).sqrt() / size for t in (a, e))
-    error, budget = off.max().item(), factor * (usual.max().item() + step)
-    if error > budget:
-        row = off.flatten().argmax().item()
-        return Verdict(False, error, budget, f"{name}: row {row} is off by {error:.2e} of its size, more than {budget:.2e}")
-    return Verdict(True, error, budget)
 
 
 def biased(name: str, a, e, o, beside: Mapping, factor: float, step: float, quantum: float) -> Verdict | None:
@@ -172,7 +153,7 @@ def biased(name: str, a, e, o, beside: Mapping, factor: float, step: float, quan
             got, noise, scale = slopes(a - o, b, o, axis, half, quantum)
             usual, usual_noise, _ = slopes(e - o, b, o, axis, half, quantum)
             z = math.sqrt(2 * math.log(max(1, got.numel()) / CHANCE))
-            allowed = factor * usual.abs().max() + SHARE * half * scale
+            allowed = factor * usual.abs().max() + (SHARE if axis is None else AXIS_SHARE) * half * scale
             excess = got.abs() - allowed - z * (noise.square() + usual_noise.square()).sqrt()
             if (excess > 0).any():
                 i = int(excess.argmax())

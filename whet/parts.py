@@ -16,13 +16,15 @@ EDGE = 2**31  # elements past which an offset in 32 bits overflows
 class Part:
     """Arguments of one part, and where its results lie.
 
-    index  {result: index into the whole call's}; those of outputs cut the upstream gradients, too
-    added  {result: index into its group's region}: results that it contributes to
+    index     {result: index into the whole call's}
+    added     {result: index into its group's region}: results that it contributes to
+    upstream  {output: index into its upstream gradient}
     """
 
     args: dict
     index: Mapping[str, tuple]
     added: Mapping[str, tuple] = field(default_factory=dict)
+    upstream: Mapping[str, tuple] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -33,17 +35,20 @@ class Group:
     regions: Mapping[str, tuple] = field(default_factory=dict)
 
 
-def row_pieces(*rows: str, added: tuple[str, ...] = ()) -> Callable[..., Iterator[Group]]:
-    """`pieces` of an op whose rows are independent: the named arguments are (M, N), `added` are those shared by all rows."""
+def row_pieces(*rows: str, added: tuple[str, ...] = (), along: tuple[str, ...] = ()) -> Callable[..., Iterator[Group]]:
+    """`pieces` of an op whose rows are independent: the named arguments are (M, N), `added` are those shared by all rows.
+
+    along   arguments (M,) of such rows; where the op has a reduction, its outputs are per row only if that is "none"
+    """
 
     def pieces(**args) -> Iterator[Group]:
-        present = [k for k in rows if args[k] is not None]
-        shared = [k for k in added if args[k] is not None]
-        M = args[present[0]].shape[0]
-        width = sum(args[k].shape[1] for k in present)
-        step = max(1, PART // width)
-        starts = range(0, M, step)
-        if not shared:
+        present, shared = ([k for k in names if args[k] is not None] for names in (rows, added))
+        M, width = args[present[0]].shape[0], sum(args[k].shape[1] for k in present)
+        step = max(1, min(M, PART // width))
+        starts = list(range(0, M, step))
+        reduced = args.get("reduction", "none") != "none"
+        sums = {f"grad {k}": (...,) for k in shared} | ({"output 0": (...,)} if reduced else {})
+        if not sums:
             edge = EDGE // max(args[k].shape[1] for k in present) // step * step
             spread = [starts[i * (len(starts) - 1) // (SAMPLED - 1)] for i in range(SAMPLED)]
             starts = sorted({*spread, min(edge, starts[-1])})
@@ -51,10 +56,11 @@ def row_pieces(*rows: str, added: tuple[str, ...] = ()) -> Callable[..., Iterato
         def parts() -> Iterator[Part]:
             for start in starts:
                 cut = (slice(start, min(start + step, M)),)
-                sums = {f"grad {k}": (...,) for k in shared}
-                yield Part(args | {k: args[k][cut] for k in present}, {"output 0": cut, "output 1": cut} | {
-                    f"grad {k}": cut for k in present}, sums)
+                outputs = {} if reduced else {"output 0": cut, "output 1": cut}
+                own = outputs | {f"grad {k}": cut for k in present}
+                upstream = outputs or {"output 0": (...,)}
+                yield Part(args | {k: args[k][cut] for k in (*present, *along)}, own, sums, upstream)
 
-        yield Group(parts(), {f"grad {k}": (...,) for k in shared})
+        yield Group(parts(), sums)
 
     return pieces

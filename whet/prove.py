@@ -19,12 +19,12 @@ import torch
 from whet import machine
 from whet.judge import Verdict, usual_errors
 from whet.op import DTYPES, Call, Op, base, lay, tensors
-from whet.values import POISONED, TIES, Option
+from whet.values import POISONED, TIES, UNDEFINED, Option
 from whet.verify import Evidence, Use, Violation, evaluate, evidence, unchanged, verify
 from whet.whole import verify_whole
 
-FEW, FEW_INTERPRETED = 2**24, 2**14  # elements of the arguments on which hostile values and uses are tried
-PROVABLE = 2**29  # elements of the arguments whose float64 oracle fits beside those of other children
+FEW, FEW_INTERPRETED = 2**21, 2**14  # elements of the arguments on which hostile values and uses are tried
+PROVABLE = 2**27  # elements of the arguments whose float64 oracle fits beside those of other children
 KEPT = 2**21  # elements under which the oracle's results are kept for the next candidate of the call
 MANY, DRAWS = 2**12, 8  # values of a result among which eager's worst error is no luck, and draws in place of them
 LAYOUTS = ("sliced", "transposed", "expanded")
@@ -133,7 +133,8 @@ class Proof:
                 return None
         step = COARSE_TWIN if self.impl.misses and made.dtype == "float32" and self.device == "cuda" else None
         average = made.family != TIES and all(owns_its_elements(t) for t in tensors(args))
-        return verify(self.op, self.impl, args, use=use, held=held, leaks=made.family in POISONED, step=step, average=average)
+        leaks = "poisoned" if made.family in POISONED else "undefined" if made.family == UNDEFINED else ""
+        return verify(self.op, self.impl, args, use=use, held=held, leaks=leaks, step=step, average=average)
 
     def twin(self) -> str | None:
         """The sharpest dtype that is sharper than the call's own and that the candidate takes."""

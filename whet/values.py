@@ -14,6 +14,7 @@ Family = Callable[[dict], dict | None]
 SMALL = 2.0**-10  # mean squares near 1e-6: there a norm's eps is half of what it divides by
 OFFSET = 200.0  # exp(200) overflows float32: what does not subtract a maximum shows
 TIES = "ties and constant rows"  # equal values round alike: there no error averages out
+UNDEFINED = "all targets ignored"  # the mean over no targets: 0 / 0
 POISONED = ("a row of NaN", "a row of inf")  # judged by what they leave alone
 
 
@@ -100,7 +101,7 @@ def poisoned(value: float) -> Callable[[torch.Tensor], torch.Tensor | None]:
 
 def families(
     stream: tuple[str, ...], weights: tuple[str, ...] = (), options: Mapping[str, dict] | None = None, limit: float = 2.0**40,
-    shifted: tuple[str, ...] | None = None, **more: Family,
+    shifted: tuple[str, ...] | None = None, offset: float = OFFSET, tails: tuple[str, ...] | None = None, **more: Family,
 ) -> dict[str, Family]:
     """The usual families of an op.
 
@@ -109,12 +110,14 @@ def families(
     options  {words: arguments to replace}, scalars that a case does not hold, such as another eps
     limit    the largest magnitude at which the formula itself does not overflow float32
     shifted  what a common offset is added to; None: to the first of the stream
+    offset   that offset
+    tails    what gets outliers; None: the stream
     more     families of the op's own, by name with underscores for spaces
     """
     found: dict[str, Family] = {
         "small values": changed(stream, lambda x: x * SMALL),
-        "a common offset": changed(shifted or stream[:1], lambda x: x + OFFSET),
-        "outlier channels": changed(stream, heavy_tails),
+        "a common offset": changed(shifted or stream[:1], lambda x: x + offset),
+        "outlier channels": changed(tails or stream, heavy_tails),
         "a wide range": changed(stream, wide_range(limit)),
         TIES: changed(stream, ties),
     }

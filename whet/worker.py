@@ -179,6 +179,8 @@ def main() -> None:
     for line in sys.stdin:
         request = json.loads(line)
         if request["call"] not in seen:  # another call: guards of the last one's compiled graphs would only slow this one
+            if torch.cuda.is_initialized():
+                torch.cuda.empty_cache()  # for the children beside this one
             if "torch._dynamo" in sys.modules:
                 torch._dynamo.reset()
             seen.append(request["call"])

@@ -194,5 +194,5 @@ OP = Op(
     dynamic=("B", "S"),
     tiny=dict(B=2, S=64),
     mutates=("k_cache", "v_cache"),
-    hostile=families(("qkv",), ("q_norm", "k_norm"), options={"eps 0.01": dict(eps=1e-2)}, limit=2.0**20),
+    hostile=families(("qkv",), ("q_norm", "k_norm"), options={"eps 0.01": dict(eps=1e-2)}, limit=16.0),
 )

@@ -7,6 +7,7 @@ from whet.library import Fused
 from whet.op import Cost, Impl, Op, error, floating, lay, layout_of, nbytes, rows, same_device
 from whet.ops import _cross_entropy as kernels
 from whet.ops._rows import KERNEL_DTYPES, unit_rows
+from whet.parts import row_pieces
 from whet.values import Option, families
 
 REDUCTIONS = ("none", "mean", "sum")
@@ -83,6 +84,18 @@ def one_target(target, ignore_index, V):
 def both_ends(target, ignore_index, V):
     target[::2], target[1::2] = 0, V - 1
     return target
+
+
+def loss_pieces(*rows, added=()):
+    """`pieces` of a loss whose rows are independent: a part of a mean divides by the targets of the whole call."""
+    cut = row_pieces(*rows, added=added, along=("target",))
+
+    def pieces(**args):
+        if args["reduction"] == "mean" and args["num_items"] is None:
+            args["num_items"] = int((args["target"] != args["ignore_index"]).sum())
+        yield from cut(**args)
+
+    return pieces
 
 
 HOSTILE = dict(
@@ -235,4 +248,5 @@ OP = Op(
     dynamic=("M",),
     tiny=dict(M=16, V=300),
     hostile=families(("logits",), limit=2.0**12, **HOSTILE),
+    pieces=loss_pieces("logits"),
 )

@@ -31,7 +31,8 @@ def pieces(q, k, v, causal=None, window=None, scale=None, return_lse=False, prec
                 return  # queries past the last key: aligned otherwise
             args = dict(q=q[rows], k=k[keys], v=v[keys], causal="bottom-right" if causal else None) | options
             own = {"output 0": rows, "output 1": rows, "grad q": rows}
-            yield Part(args, own, {name: (slice(None), slice(None), slice(0, last)) for name in ("grad k", "grad v")})
+            sums = {name: (slice(None), slice(None), slice(0, last)) for name in ("grad k", "grad v")}
+            yield Part(args, own, sums, own)
 
     complete = not causal or Lq + offset <= Lk
     for b in sorted({0, B - 1}):
