@@ -41,6 +41,7 @@ class Verdict:
 def judge(
     actual: dict, eager: dict, oracle: dict, step: float | None = None, coarse: Mapping[str, float] | None = None,
     beside: Mapping[str, torch.Tensor] | None = None, leaks: str = "", usual: Mapping[str, dict] | None = None,
+    slack: float = 1.0,
 ) -> Verdict:
     """The worst verdict over named tensors; the same rule serves one op and a whole model.
 
@@ -50,11 +51,12 @@ def judge(
     beside  arguments to regress errors on; None: slopes are not looked at, as for a whole model, whose errors add up
     leaks   "poisoned": one row of the inputs is no number; only what it leaves alone is judged, and that it does not vanish.
             "undefined": what the oracle has no number for may be anything
+    slack   times the usual budget
     usual   {result: {norm: eager's error as a share of the size}} over several draws: of few values one draw may be lucky
     """
     worst = Verdict(True, 0.0, float("inf"))
     for name, o in oracle.items():
-        factor = GRAD_FACTOR if name.startswith("grad") else VALUE_FACTOR
+        factor = slack * (GRAD_FACTOR if name.startswith("grad") else VALUE_FACTOR)
         own = step or (coarse or {}).get(name)
         verdict = compare(name, actual[name], eager[name], o, factor, own, beside, leaks, (usual or {}).get(name))
         if not verdict.ok:

@@ -19,7 +19,7 @@ import torch
 from whet import machine
 from whet.judge import Verdict, usual_errors
 from whet.op import DTYPES, Call, Op, base, lay, tensors
-from whet.values import POISONED, TIES, UNDEFINED, Option
+from whet.values import POISONED, UNDEFINED, Option
 from whet.verify import Evidence, Use, Violation, evaluate, evidence, unchanged, verify
 from whet.whole import verify_whole
 
@@ -27,6 +27,7 @@ FEW, FEW_INTERPRETED = 2**21, 2**14  # elements of the arguments on which hostil
 PROVABLE = 2**27  # elements of the arguments whose float64 oracle fits beside those of other children
 KEPT = 2**21  # elements under which the oracle's results are kept for the next candidate of the call
 MANY, DRAWS = 2**12, 8  # values of a result among which eager's worst error is no luck, and draws in place of them
+HOSTILE = 2.0  # of the budget on hostile values, where eager's own error is that of few elements
 LAYOUTS = ("sliced", "transposed", "expanded")
 COARSE_TWIN = 2.0**-10  # the step by which a float32 twin is judged of a call that is known to compute its products coarser
 
@@ -132,9 +133,10 @@ class Proof:
             if self.op.misfits(base(self.name), args):
                 return None
         step = COARSE_TWIN if self.impl.misses and made.dtype == "float32" and self.device == "cuda" else None
-        average = made.family != TIES and all(owns_its_elements(t) for t in tensors(args))
+        average = not made.family and all(owns_its_elements(t) for t in tensors(args))
         leaks = "poisoned" if made.family in POISONED else "undefined" if made.family == UNDEFINED else ""
-        return verify(self.op, self.impl, args, use=use, held=held, leaks=leaks, step=step, average=average)
+        slack = HOSTILE if made.family else 1.0
+        return verify(self.op, self.impl, args, use=use, held=held, leaks=leaks, step=step, average=average, slack=slack)
 
     def twin(self) -> str | None:
         """The sharpest dtype that is sharper than the call's own and that the candidate takes."""
@@ -151,7 +153,7 @@ class Proof:
         if twin:
             yield twin, lambda: self.verify(Made(self.case, twin))
         for dtype in (twin, self.call.dtype):
-            if dtype:
+            if dtype and not (dtype == "float16" == twin):  # float16 has a range of its own, which is not the call's
                 yield from self.families(dtype, "" if dtype == self.call.dtype else f", {dtype}")
         yield from self.uses()
         yield from self.sizes(twin)

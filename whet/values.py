@@ -13,7 +13,6 @@ import torch
 Family = Callable[[dict], dict | None]
 SMALL = 2.0**-10  # mean squares near 1e-6: there a norm's eps is half of what it divides by
 OFFSET = 200.0  # exp(200) overflows float32: what does not subtract a maximum shows
-TIES = "ties and constant rows"  # equal values round alike: there no error averages out
 UNDEFINED = "all targets ignored"  # the mean over no targets: 0 / 0
 POISONED = ("a row of NaN", "a row of inf")  # judged by what they leave alone
 
@@ -119,7 +118,7 @@ def families(
         "a common offset": changed(shifted or stream[:1], lambda x: x + offset),
         "outlier channels": changed(tails or stream, heavy_tails),
         "a wide range": changed(stream, wide_range(limit)),
-        TIES: changed(stream, ties),
+        "ties and constant rows": changed(stream, ties),
     }
     if weights:
         found["negative and zero weights"] = changed(weights, signs)

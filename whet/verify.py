@@ -71,13 +71,15 @@ def verify_case(
 def verify(
     op: Op, impl: Impl, args: dict, grad: bool = True, dout_layout: str = "contiguous",
     use: Use | None = None, held: Evidence | None = None, leaks: str = "", step: float | None = None, average: bool = True,
+    slack: float = 1.0,
 ) -> Verdict:
     """The verdict on one run.
 
     held    what to compare with, where it is known already
     leaks   "poisoned": one row of the inputs is no number; "undefined": the formula has no value for these inputs
     step    rounding step of the arithmetic, where it is coarser than the dtype's
-    average whether values differ, so that their rounding errors average out: else only the worst and the rms count
+    average whether values are ordinary ones, whose rounding errors average out: else only the worst and the rms count
+    slack   times the usual budget
     """
     use = use or Use(grad, dout_layout)
     before = {k: v.clone() for k, v in args.items() if isinstance(v, torch.Tensor)}
@@ -105,7 +107,7 @@ def verify(
             return verdict
     coarse = coarse_steps(op, args)
     beside = {k: v for k, v in args.items() if isinstance(v, torch.Tensor)} if average else None
-    return judge(actual, expected, oracle, step, coarse, beside, leaks, held.usual)
+    return judge(actual, expected, oracle, step, coarse, beside, leaks, held.usual, slack)
 
 
 def coarse_steps(op: Op, args: dict) -> dict[str, float]:

@@ -4,6 +4,7 @@ from whet.ops.attention.meaning import ROWS, span
 from whet.parts import Group, Part
 
 SCORES = 2**27  # that the oracle holds at once
+LONG = 2**34  # scores of a head past which the last one alone is looked at
 
 
 def pieces(q, k, v, causal=None, window=None, scale=None, return_lse=False, precision=None):
@@ -35,7 +36,8 @@ def pieces(q, k, v, causal=None, window=None, scale=None, return_lse=False, prec
             yield Part(args, own, sums, own)
 
     complete = not causal or Lq + offset <= Lk
-    for b in sorted({0, B - 1}):
-        for h in sorted({0, KV - 1}):
+    first = Lq * Lk <= LONG
+    for b in sorted({0, B - 1} if first else {B - 1}):
+        for h in sorted({0, KV - 1} if first else {KV - 1}):
             region = (slice(b, b + 1), slice(h, h + 1))
             yield Group(parts(b, h), {name: region for name in ("grad k", "grad v")} if complete else {})
