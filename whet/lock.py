@@ -20,6 +20,7 @@ from whet.op import Call, base, discover
 
 FORMAT = 2
 FEW = 5  # so many bad entries get a line each; more are counted in one line
+NOT_KEPT = "it stays as it is, and what is tuned now is not kept"
 
 
 def lock_path(path: str | Path | None = None) -> Path:
@@ -45,7 +46,7 @@ def _say_once(path: Path, line: str) -> None:
         say(f"{path} {line}")
 
 
-class Broken(Exception):
+class NotALock(Exception):
     """What is there is no lock: a writer sets it aside."""
 
 
@@ -54,7 +55,7 @@ class Untouchable(Exception):
 
 
 def load(path: Path) -> dict | None:
-    """What the file holds, its entries not yet checked; None where there is no file. Broken or Untouchable with the reason."""
+    """What the file holds, its entries not yet checked; None where there is no file. Raises NotALock or Untouchable."""
     try:
         content = lock_file.read(path)
     except OSError as e:
@@ -64,16 +65,16 @@ def load(path: Path) -> dict | None:
     try:  # what is only one entry's damage, a byte or a control character in its text, is left for its checksum to find
         data = json.loads(content.decode(errors="replace"), strict=False)
     except RecursionError:
-        raise Broken("is no lock (brackets nested too deeply)") from None
+        raise NotALock("is no lock (brackets nested too deeply)") from None
     except ValueError as e:
-        raise Broken(f"is not JSON ({e})") from None
+        raise NotALock(f"is not JSON ({e})") from None
     if not isinstance(data, dict):
-        raise Broken("is no lock (it holds no object)")
+        raise NotALock("is no lock (it holds no object)")
     written = data.get("format")
     if isinstance(written, (int, float)) and written > FORMAT:
         raise Untouchable(f"was written by a newer whet (its format is {written}, this one's {FORMAT})")
     if not isinstance(data.get("machines"), dict):
-        raise Broken("is no lock (it has no machines)")
+        raise NotALock("is no lock (it has no machines)")
     return data
 
 
@@ -240,10 +241,10 @@ class Lock:
         assert lock.path
         try:
             data = load(lock.path)
-        except Broken as e:
+        except NotALock as e:
             _say_once(lock.path, f"{e}; going on without it")
         except Untouchable as e:
-            _say_once(lock.path, f"{e}; going on without it, what is tuned now is not kept")
+            _say_once(lock.path, f"{e}; {NOT_KEPT}")
         else:
             if data is not None:
                 lock.data = data
@@ -325,13 +326,15 @@ class Lock:
                 disk, broken = None, None
                 try:
                     disk = load(target)
-                except Broken as e:
+                except NotALock as e:
                     broken = e
                 merged, synced = self._merge(disk)
                 aside = lock_file.replace(target, render(merged).encode() + b"\n", keep_old=broken is not None)
-        except (OSError, Untouchable, RecursionError) as e:
-            why = str(e) if isinstance(e, Untouchable) else f"cannot be written ({getattr(e, 'strerror', None) or e})"
-            return _say_once(self.path, f"{why}; going on without it, so the next run tunes again")
+        except Untouchable as e:
+            return _say_once(self.path, f"{e}; {NOT_KEPT}")
+        except (OSError, RecursionError) as e:
+            why = getattr(e, "strerror", None) or e
+            return _say_once(self.path, f"cannot be written ({why}); going on without it, so the next run tunes again")
         if broken:
             say(f"{self.path} {broken}; set aside as {aside.name if aside else None}")
         self._synced, self._dropped = synced, set()
