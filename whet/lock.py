@@ -6,10 +6,12 @@ A result is found by GPU name and versions, so nothing stale is ever reused. Eve
 it is read; a bad one is dropped alone. Anyone may read; only tune.py saves.
 """
 
+import contextlib
 import hashlib
 import json
 import marshal
 import os
+import re
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -46,36 +48,50 @@ def _say_once(path: Path, line: str) -> None:
         say(f"{path} {line}")
 
 
-class NotALock(Exception):
-    """What is there is no lock: a writer sets it aside."""
-
-
 class Untouchable(Exception):
     """What is there may not be read, or a newer whet wrote it: nobody sets it aside or writes over it."""
 
 
-def load(path: Path) -> dict | None:
-    """What the file holds, its entries not yet checked; None where there is no file. Raises NotALock or Untouchable."""
+def load(path: Path) -> tuple[dict | None, str]:
+    """What the file holds, its entries not yet checked, and why it is broken, if it is; None where there is no file."""
     try:
         content = lock_file.read(path)
     except OSError as e:
         raise Untouchable(f"cannot be read ({e.strerror})") from None
     if content is None:
-        return None
-    try:  # what is only one entry's damage, a byte or a control character in its text, is left for its checksum to find
-        data = json.loads(content.decode(errors="replace"), strict=False)
+        return None, ""
+    text, broken = content.decode(errors="replace"), ""  # a byte that is no UTF-8 damages one entry: its checksum finds it
+    try:
+        data = json.loads(text, strict=False)
     except RecursionError:
-        raise NotALock("is no lock (brackets nested too deeply)") from None
+        data, broken = salvage(text), "is no lock (brackets nested too deeply)"
     except ValueError as e:
-        raise NotALock(f"is not JSON ({e})") from None
+        data, broken = salvage(text), f"is not JSON ({e})"
     if not isinstance(data, dict):
-        raise NotALock("is no lock (it holds no object)")
+        return {"machines": {}}, "is no lock (it holds no object)"
     written = data.get("format")
     if isinstance(written, (int, float)) and written > FORMAT:
         raise Untouchable(f"was written by a newer whet (its format is {written}, this one's {FORMAT})")
     if not isinstance(data.get("machines"), dict):
-        raise NotALock("is no lock (it has no machines)")
-    return data
+        return {"machines": {}}, "is no lock (it has no machines)"
+    return data, broken
+
+
+def salvage(text: str) -> dict:
+    """What is whole in a file that is no longer JSON, found by how render() lays it out. Checksums tell whether it is right."""
+    machines: dict[str, dict] = {}
+    who = section = ""
+    for found in re.finditer(r'^( {2,4})("(?:[^"\\\n]|\\.)*"): (\{(?:\n {5}.*)*\n {4}\})?', text, re.M):
+        with contextlib.suppress(ValueError, RecursionError):
+            name = json.loads(found[2], strict=False)
+            if len(found[1]) == 2:
+                who, section = name, ""
+            elif len(found[1]) == 3:
+                section = name
+            elif found[3]:
+                machines.setdefault(who, {}).setdefault(section, {})[name] = json.loads(found[3], strict=False)
+    written = re.search(r'"format": *(\d{1,9})', text[:100])
+    return {"format": int(written[1]) if written else FORMAT, "machines": machines}
 
 
 def checksum(where: tuple[str, str, str], entry: dict) -> str:
@@ -240,30 +256,30 @@ class Lock:
         lock = cls(lock_path(path))
         assert lock.path
         try:
-            data = load(lock.path)
-        except NotALock as e:
-            _say_once(lock.path, f"{e}; going on without it")
+            data, broken = load(lock.path)
         except Untouchable as e:
             _say_once(lock.path, f"{e}; {NOT_KEPT}")
-        else:
-            if data is not None:
-                lock.data = data
-                who = machine.this_machine().key
-                part = data["machines"].get(who, {})
-                checked = lock._check(part, data.get("format"))
-                lock._synced = {(section, key): s for section, c in checked.items() for key, s in c.sums.items()}
-                data["machines"][who] = (part if isinstance(part, dict) else {}) | {s: c.entries for s, c in checked.items()}
+            return lock
+        if data is not None:
+            lock.data, who = data, machine.this_machine().key
+            part = data["machines"].get(who, {})
+            checked = lock._check(part, data.get("format"), broken)
+            lock._synced = {(section, key): s for section, c in checked.items() for key, s in c.sums.items()}
+            data["machines"][who] = (part if isinstance(part, dict) else {}) | {s: c.entries for s, c in checked.items()}
         return lock
 
-    def _check(self, part: object, written: object) -> dict[str, Checked]:
-        """This machine's part of a file, section by section; what is dropped is said."""
+    def _check(self, part: object, written: object, broken: str) -> dict[str, Checked]:
+        """This machine's part of a file, section by section. What is wrong with it is said."""
         who, fields = machine.this_machine().key, part if isinstance(part, dict) else {}
         checked = {section: check(who, section, fields.get(section)) for section in FAULTS}
         bad = {key: why for c in checked.values() for key, why in c.bad.items()}
         if not isinstance(part, dict):
             bad["this machine's part"] = "it is no object"
         assert self.path
-        if bad and written != FORMAT:
+        if broken:
+            whole = sum(len(c.entries) for c in checked.values())
+            _say_once(self.path, f"{broken}; going on with{f' {whole} entries of it that are whole' if whole else 'out it'}")
+        elif bad and written != FORMAT:
             _say_once(self.path, f"is of an older format ({written!r:.20}): this machine's {len(bad)} entries are tuned again")
         elif len(bad) > FEW:
             key, why = next(iter(bad.items()))
@@ -323,28 +339,24 @@ class Lock:
                 if alone and not self._swept:
                     lock_file.remove_leftovers(target.parent)
                     self._swept = True
-                disk, broken = None, None
-                try:
-                    disk = load(target)
-                except NotALock as e:
-                    broken = e
-                merged, synced = self._merge(disk)
-                aside = lock_file.replace(target, render(merged).encode() + b"\n", keep_old=broken is not None)
+                disk, broken = load(target)
+                merged, synced = self._merge(disk, broken)
+                aside = lock_file.replace(target, render(merged).encode() + b"\n", keep_old=bool(broken))
         except Untouchable as e:
             return _say_once(self.path, f"{e}; {NOT_KEPT}")
         except (OSError, RecursionError) as e:
             why = getattr(e, "strerror", None) or e
             return _say_once(self.path, f"cannot be written ({why}); going on without it, so the next run tunes again")
-        if broken:
-            say(f"{self.path} {broken}; set aside as {aside.name if aside else None}")
+        if aside:
+            say(f"{self.path} {broken}; set aside as {aside.name}")
         self._synced, self._dropped = synced, set()
 
-    def _merge(self, disk: dict | None) -> tuple[dict, dict[tuple[str, str], str]]:
-        """What is to be in the file, and the checksums of what is in memory. disk None: there was no file of use."""
+    def _merge(self, disk: dict | None, broken: str) -> tuple[dict, dict[tuple[str, str], str]]:
+        """What is to be in the file, and the checksums of what is in memory."""
         who, synced = machine.this_machine().key, {}
         machines = self.data["machines"] | (disk["machines"] if disk else {})
         there = machines[who] if disk and who in disk["machines"] else {}
-        checked = self._check(there, disk.get("format") if disk else FORMAT)
+        checked = self._check(there, disk.get("format") if disk else FORMAT, broken)
         part = dict(there) if isinstance(there, dict) else {}
         for section, on_disk in checked.items():
             ours = self.mine.get(section, {})
@@ -354,7 +366,7 @@ class Lock:
                 place = (who, section, key)
                 mark = synced[section, key] = checksum(place, entry)
                 before = self._synced.get((section, key))
-                if mark == before and (key in kept or (disk and key not in on_disk.bad)):
+                if mark == before and (key in kept or (disk and not broken and key not in on_disk.bad)):
                     continue  # not changed here, so that what the file has of it, if anything, is the latest
                 if key in kept and section == "calls" and sums[key] != before and (section, key) not in self._dropped:
                     entry = join(entry, kept[key])
