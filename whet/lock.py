@@ -335,7 +335,7 @@ class Lock:
             return
         target = Path(os.path.realpath(self.path))
         try:
-            with lock_file.only_writer(target.parent) as alone:
+            with lock_file.only_writer(target) as alone:
                 if alone and not self._swept:
                     lock_file.remove_leftovers(target.parent)
                     self._swept = True

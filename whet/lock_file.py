@@ -48,34 +48,41 @@ def read(path: Path) -> bytes | None:
 
 
 @contextlib.contextmanager
-def only_writer(folder: Path) -> Iterator[bool]:
-    """The block runs while no other writer is in this folder. False where that cannot be had: the caller does without."""
-    fd = -1
-    with contextlib.suppress(OSError):
-        fd = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
+def only_writer(target: Path) -> Iterator[bool]:
+    """The block runs while no other writer is at this file. False where that cannot be had: the caller does without."""
+    fd = _locked(target)
     try:
-        yield fd >= 0 and _flock(fd)
+        yield fd is not None
     finally:
-        if fd >= 0:
+        if fd is not None:
             with contextlib.suppress(OSError):
                 fcntl.flock(fd, fcntl.LOCK_UN)  # at once, also where a forked process has a copy of fd
             os.close(fd)
 
 
-def _flock(fd: int) -> bool:
+def _locked(target: Path) -> int | None:
+    """A descriptor that holds the lock: the folder's, or the file's own where folders cannot be locked, as on NFS."""
+    places = [(target.parent, os.O_RDONLY | os.O_DIRECTORY), (target, os.O_RDWR | os.O_NONBLOCK)]
     for _ in range(TRIES):
+        fd = None
         try:
+            fd = os.open(*places[0])
             fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            return True
+            if os.path.samestat(os.fstat(fd), os.stat(places[0][0])):
+                return fd  # else the file was replaced before its lock was had
         except BlockingIOError:
             threading.Event().wait(PAUSE_S)
-        except OSError:  # some network filesystems have no flock, or none for folders
-            return False
-    return False
+        except OSError:
+            del places[0]
+        if fd is not None:
+            os.close(fd)
+        if not places:
+            return None
+    return None
 
 
 def remove_leftovers(folder: Path) -> None:
-    """What killed writers left. Only for the one writer in the folder: another's file would look the same."""
+    """What killed writers left. Only for a writer that is alone: another's file would look the same."""
     with contextlib.suppress(OSError):
         for name in os.listdir(folder):
             if LEFTOVER.fullmatch(name):
@@ -87,7 +94,7 @@ def replace(target: Path, content: bytes, keep_old: bool = False) -> Path | None
 
     keep_old: the old file stays, set aside under the name that is returned.
     """
-    if target.exists() and not os.access(target, os.W_OK):
+    if target.exists() and not os.access(target, os.W_OK, effective_ids=os.access in os.supports_effective_ids):
         raise PermissionError(errno.EACCES, "it is write-protected")
     aside = None
     for last in (False, False, True):
