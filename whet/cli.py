@@ -252,7 +252,8 @@ def optimize_command(
 
     Example: whet optimize tiny-llama:tiny
     """
-    where = lock_path(lock)
+    with plain_errors("nothing was begun yet"):
+        where = lock_path(lock)
     with plain_errors(f"what was tuned so far is kept in {where}, and the next run goes on from there"):
         with progress_bar(not as_json) as progress:
             result = optimize(target, Lock.read(where), precision, again, seconds, progress)

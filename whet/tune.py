@@ -189,7 +189,7 @@ def _choose(entry: dict, op: Op, names: list[str], timed: Callable[[list[str]], 
     if not able and all("refused" not in c["why"] for c in found.values() if not c["ok"]):
         raise ValueError(f"{op.name}: no candidate could run; {said}")
     if not able:
-        entry |= {"chosen": op.stock, "why": f"nothing to time: no candidate was verified; {said}"}
+        entry |= {"chosen": op.stock, "untimed": True, "why": f"nothing to time: no candidate was verified; {said}"}
         return
     answer = timed(able)
     how = ""
@@ -204,7 +204,7 @@ def _choose(entry: dict, op: Op, names: list[str], timed: Callable[[list[str]], 
             answer = alone[able[0]] | {"timings": {n: alone[n]["timings"][n] for n in able}}
             how = f", timed one after another since together they failed: {together}"
     if "error" in answer:
-        entry |= {"chosen": op.stock, "why": f"nothing could be timed: {answer['error']}"}
+        entry |= {"chosen": op.stock, "untimed": True, "why": f"nothing could be timed: {answer['error']}"}
         return
     _conclude(entry, answer, how)
 
@@ -216,6 +216,7 @@ def _conclude(entry: dict, answer: dict, how: str) -> None:
     chosen, tied = fastest(timings, tuple(sorted(timings, key=lambda n: SIMPLICITY.index(base(n)))))
     others = {n: t.ms for n, t in timings.items() if base(n) not in (base(chosen), "eager")}
     best = timings[chosen].ms
+    entry.pop("untimed", None)
     entry |= answer | {"chosen": chosen, "ms": best}
     if "eager" in timings:
         entry["vs_eager"] = round(timings["eager"].ms / best, 4)
@@ -227,6 +228,12 @@ def _conclude(entry: dict, answer: dict, how: str) -> None:
 
 def save_plans(lock: Lock, target: str, result: dict) -> None:
     lock.plans[target] = result
+    lock.save()
+
+
+def save_decoder(lock: Lock, key: str, verdict: dict) -> None:
+    """What verification said of a way to decode: {"ok": bool, "why": str, ...}."""
+    lock.decoders[key] = verdict
     lock.save()
 
 
