@@ -2,6 +2,7 @@
 
 import collections
 import functools
+import json
 import math
 import random
 
@@ -9,8 +10,9 @@ import pytest
 import torch
 
 import whet.race
-from whet import measure
+from whet import measure, worker
 from whet.measure import Turns, race
+from whet.op import Call
 from whet.race import DOUBT, FASTEST, NOISY, TIED, Ratio, Timing, apart_outcome, decide, paired, race_outcome
 
 RACES = 200
@@ -244,3 +246,17 @@ def test_a_race_goes_on_while_the_interval_is_too_wide_and_ends_when_time_is_out
     slow = race(clock.runs(jitter=1.0, a=4000.0, b=4000.0), "a", seconds=0.5)
     assert slow.timings["a"].samples == whet.race.fewest(1) == 8, "the fewest rounds that could decide"
     assert slow.outcome.why.startswith(NOISY)
+
+
+def test_the_child_races_with_its_parents_threads_and_answers_with_what_decided(monkeypatch):
+    call = Call("rms_norm", {"M": 8, "N": 32, "layout": "contiguous"}, "float32", True)
+    monkeypatch.setattr(worker, "ceilings", lambda: measure.Ceilings(1.0, {"float32": 1.0}))
+    before = torch.get_num_threads()
+    try:
+        answer = worker.answer_measure(call, ["eager", "torch"], "eager", 0.01, threads=before + 1)
+        assert torch.get_num_threads() == before + 1
+    finally:
+        torch.set_num_threads(before)
+    found = whet.race.outcome(**json.loads(json.dumps(answer["outcome"])))
+    assert found.chosen in ("eager", "torch") and set(found.ratios) == set(answer["timings"]) == {"eager", "torch"}
+    assert all(r.low <= r.value <= r.high for r in found.ratios.values())
