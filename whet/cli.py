@@ -46,7 +46,7 @@ Mode = Annotated[str, typer.Option(help="eager (host overhead included), graph (
 
 def show_calls(entries: list[dict]) -> None:
     console.print(tables.calls_table(entries))
-    for line in (*(f"* {line}" for line in tables.proved(entries)), *tables.left_out(entries)):
+    for line in (*(f"* {line}" for line in tables.proved(entries)), *tables.left_out(entries), *tables.stale(entries)):
         console.print(line)
 
 
@@ -190,6 +190,8 @@ def bench(
 
         def show():
             show_calls(entries)
+            for line in tables.busy(entries):
+                console.print(line)
             console.print(f"dispatch through choices adds {also['dispatch_us']} us a call. {reduced_note()}")
 
         other = [*([] if dtype == "bfloat16" else [dtype]), *(["forward"] if forward_only else [])]
@@ -264,6 +266,8 @@ def optimize_command(
         def show():
             show_calls(result["entries"])
             console.print(tables.plans_table(result))
+            for line in tables.busy(result["entries"], result):
+                console.print(line)
             speedup = f"{result['speedup']:.2f}x the plain eager model"
             console.print(f"{result['chosen']}: {speedup}, every gradient verified. {result['note']}")
             console.print(f"lock: {where}")

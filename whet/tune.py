@@ -12,8 +12,9 @@ import torch
 from whet import machine
 from whet.choices import Choices
 from whet.lock import Lock
-from whet.measure import MODES, Timing, fastest
-from whet.op import DTYPES, SIMPLICITY, Call, Op, base, discover
+from whet.measure import MODES
+from whet.op import DTYPES, Call, Op, base, discover
+from whet.race import Timing, apart_outcome, outcome
 from whet.worker import Lost, Worker
 
 LIMIT_S = 120.0  # a candidate that takes longer to compile and verify is given up
@@ -160,7 +161,7 @@ class Work:
                 self.tick(f"timed {call.op} {mode}")
 
     def _time(self, call: Call, mode: str, seconds: float, names: list[str]) -> dict:
-        request = dict(call=asdict(call), impls=names, mode=mode, seconds=seconds)
+        request = dict(call=asdict(call), impls=names, mode=mode, seconds=seconds, threads=machine.this_machine().threads)
         try:
             return self.timer.ask(self.limit_s * len(names), what="measure", **request)
         except Lost as e:
@@ -192,7 +193,6 @@ def _choose(entry: dict, op: Op, names: list[str], timed: Callable[[list[str]], 
         entry |= {"chosen": op.stock, "untimed": True, "why": f"nothing to time: no candidate was verified; {said}"}
         return
     answer = timed(able)
-    how = ""
     if "error" in answer:  # together they fail: find who, each alone
         together, alone = answer["error"], {name: timed([name]) for name in able}
         for name in able:
@@ -201,29 +201,36 @@ def _choose(entry: dict, op: Op, names: list[str], timed: Callable[[list[str]], 
         able = [n for n in able if found[n]["ok"]]
         answer = timed(able) if able else {"error": together}
         if "error" in answer and able:  # they fit one at a time only
-            answer = alone[able[0]] | {"timings": {n: alone[n]["timings"][n] for n in able}}
             how = f", timed one after another since together they failed: {together}"
+            answer = alone[able[0]] | {"timings": {n: alone[n]["timings"][n] for n in able}, "outcome": None, "how": how}
     if "error" in answer:
         entry |= {"chosen": op.stock, "untimed": True, "why": f"nothing could be timed: {answer['error']}"}
         return
-    _conclude(entry, answer, how)
+    _conclude(entry, answer, op.stock)
 
 
-def _conclude(entry: dict, answer: dict, how: str) -> None:
+def _conclude(entry: dict, answer: dict, stock: str) -> None:
+    """Enter each candidate's times, its ratio to the fastest, and the choice that these ratios gave."""
     timings = {n: Timing(**t) for n, t in answer.pop("timings").items()}
+    raced, how = answer.pop("outcome", None), answer.pop("how", "")
+    found = outcome(**raced) if raced else apart_outcome(timings, stock)
     for name, t in timings.items():
-        entry["candidates"][name] |= t.as_dict()
-    chosen, tied = fastest(timings, tuple(sorted(timings, key=lambda n: SIMPLICITY.index(base(n)))))
-    others = {n: t.ms for n, t in timings.items() if base(n) not in (base(chosen), "eager")}
-    best = timings[chosen].ms
+        entry["candidates"][name] |= t.as_dict() | found.ratios[name].as_dict()
     entry.pop("untimed", None)
-    entry |= answer | {"chosen": chosen, "ms": best}
+    entry |= answer | {"chosen": found.chosen, "ms": timings[found.chosen].ms, "why": found.why + how}
     if "eager" in timings:
-        entry["vs_eager"] = round(timings["eager"].ms / best, 4)
-    if others:
-        rival = min(others, key=lambda n: others[n])
-        entry |= {"rival": rival, "vs_rival": round(others[rival] / best, 4)}
-    entry["why"] = ("a tie: the simplest is kept" if tied else "fastest of the verified") + how
+        entry["vs_eager"] = round(found.over("eager"), 4)
+    if others := [n for n in timings if base(n) not in (base(found.chosen), "eager")]:
+        rival = min(others, key=found.over)
+        entry |= {"rival": rival, "vs_rival": round(found.over(rival), 4)}
+
+
+def forget(lock: Lock, keys: Iterable[str]) -> None:
+    """Take entries out of the lock, so that they steer no call any more."""
+    for key in keys:
+        if key in lock.calls:
+            del lock.calls[key]
+    lock.save()
 
 
 def save_plans(lock: Lock, target: str, result: dict) -> None:

@@ -20,7 +20,7 @@ from pathlib import Path
 import torch
 
 from whet import machine
-from whet.measure import ceilings, compare, stepper
+from whet.measure import ceilings, race, stepper
 from whet.op import DTYPES, Call, Op, base, discover
 from whet.prove import provable, prove
 
@@ -118,18 +118,21 @@ def answer_verify(call: Call, impl: str) -> dict:
     return answer | ({"rule": verdict.rule} if verdict.rule else {}) | ({} if proof == call else {"proved": proof.key})
 
 
-def answer_measure(call: Call, impls: list[str], mode: str, seconds: float) -> dict:
+def answer_measure(call: Call, impls: list[str], mode: str, seconds: float, threads: int | None = None) -> dict:
+    """The race of a call's verified candidates, simplest first, and the call's floor; threads: the parent's number of them."""
+    if threads is not None:
+        torch.set_num_threads(threads)
     op = discover()[call.op]
     args = _args(op, call)
     steps = {name: stepper(op, op.candidate(name).run, args, call.grad) for name in impls}
-    timings = compare(steps, mode=mode, seconds=seconds)
+    found = race(steps, keep=op.stock, mode=mode, seconds=seconds)
     cost, roof = op.cost(**args), ceilings()
     floor = roof.floor_ms(cost, call.grad, call.dtype)
     moved, flops = cost.of(call.grad)
     return {
-        "timings": {name: t.as_dict() for name, t in timings.items()},
+        "timings": {name: t.as_dict() for name, t in found.timings.items()}, "outcome": found.outcome.as_dict(),
         "floor_ms": round(floor, 6), "bound": roof.bound(cost, call.grad, call.dtype), "bytes": moved, "flops": flops,
-    }
+    } | ({"busy": found.busy} if found.busy else {})
 
 
 ANSWERS: dict[str, Callable[..., dict]] = {"verify": answer_verify, "measure": answer_measure}
