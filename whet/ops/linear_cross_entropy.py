@@ -19,7 +19,7 @@ from whet.library import Fused
 from whet.op import Cost, Impl, Op, error, floating, lay, layout_of, nbytes, rows, same_device
 from whet.ops import _cross_entropy as kernels
 from whet.ops._rows import KERNEL_DTYPES, unit_rows
-from whet.ops.cross_entropy import check_options, options_of, some_options, some_targets
+from whet.ops.cross_entropy import KINDS, check_options, options_of, some_options, some_targets
 from whet.ops.cross_entropy import reference as loss_of_logits
 from whet.ops.cross_entropy import run_torch as torch_loss_of_logits
 
@@ -303,4 +303,5 @@ OP = Op(
     },
     dynamic=("M",),
     tiny=dict(M=16, D=32, V=300),
+    kinds=KINDS,
 )

@@ -20,4 +20,5 @@ OP = Op(
     dynamic=("B",),
     tiny=dict(B=1, H=2, KV=1, Lq=300, Lk=300),  # one key head, so that any number of query heads is a multiple of it
     proof=meaning.proof,
+    kinds=meaning.KINDS,
 )
