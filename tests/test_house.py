@@ -10,9 +10,9 @@ import pytest
 ROOT = Path(__file__).parent.parent
 PACKAGE = sorted((ROOT / "whet").rglob("*.py"))
 ORDER = [
-    "machine", "library", "kinds", "op", "lock", "choices", "ops", "ahead", "verify", "measure", "counters", "worker", "tune",
-    "models", "decode", "diagnose", "report", "optimize", "autoselect", "exercise", "terminal", "clinic", "talk", "cli",
-    "__main__",
+    "machine", "library", "kinds", "op", "lock", "choices", "ops", "ahead", "isolation", "verify", "measure", "counters",
+    "child", "worker", "tune", "models", "decode", "diagnose", "report", "optimize", "autoselect", "exercise", "terminal",
+    "clinic", "talk", "cli", "__main__",
 ]
 FILE_LINES, FUNCTION_LINES, PACKAGE_LINES = 400, 50, 23000
 

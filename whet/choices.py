@@ -72,8 +72,8 @@ def chosen(op: Op, choices: Choices) -> Callable:
 
     scope = dict(
         defaults={n: p.default for n, p in parameters.items()}, Tensor=torch.Tensor, fast=choices._memory(),
-        grad_enabled=torch.is_grad_enabled, is_compiling=torch.compiler.is_compiling, resolve=resolve, refused=refused,
-        any_autocast=torch._C._is_any_autocast_enabled, autocast_of=autocast_of,
+        grad_enabled=torch.is_grad_enabled, dynamo_compiling=torch.compiler.is_dynamo_compiling, compiler=torch.compiler,
+        resolve=resolve, refused=refused, any_autocast=torch._C._is_any_autocast_enabled, autocast_of=autocast_of,
     )
     exec(_written_out(op), scope)
     return cast(Callable, scope[op.name])
@@ -105,7 +105,7 @@ def _written_out(op: Op) -> str:
     names = ", ".join(op.signature.parameters)
     return f"""
 def {op.name}({', '.join(given)}):
-    if is_compiling():
+    if dynamo_compiling() or compiler._is_compiling_flag:  # is_compiling() in half its time
         return resolve({names})({names})
     try:
         key = ({', '.join(key)})

@@ -216,6 +216,9 @@ class Op:
             return "needs tensors on the GPU; TRITON_INTERPRET=1 on a machine without one runs kernels on the CPU"
         if reason := impl.refuses(**args):
             return reason
+        for k in self.mutates:
+            if args[k].requires_grad and torch.is_grad_enabled():
+                return f"{k} is changed in place and must not ask for a gradient; detach it, or call under torch.no_grad()"
         if "@" not in name:
             return None
         call = self.call(args)
@@ -231,9 +234,6 @@ class Op:
         for name, kind in self.kinds.items():
             if name in args and (reason := wrong(name, kind, args[name])):
                 return reason
-        for name in self.mutates:
-            if args[name].requires_grad and torch.is_grad_enabled():
-                return f"{name} is changed in place and must not ask for a gradient; detach it, or call under torch.no_grad()"
         return self.check(**args)
 
     def plain(self, args: dict) -> dict:

@@ -85,7 +85,7 @@ def check(qkv, k_cache, v_cache, positions, cos, sin, q_norm=None, k_norm=None, 
     if D % 2 or width % D or width // D <= 2 * KV or (width // D - 2 * KV) % KV:
         return f"qkv must hold a multiple of {KV} query heads and {KV} key and value heads of {D}, got {width} columns"
     if k_cache.dtype != qkv.dtype:
-        return f"k_cache and v_cache must have qkv's dtype {qkv.dtype}, got {k_cache.dtype}"
+        return f"qkv, k_cache and v_cache must all be of one dtype, got {qkv.dtype}, {k_cache.dtype} and {v_cache.dtype}"
     if positions.shape != (B,) or positions.dtype not in (torch.int32, torch.int64):
         return f"positions must be {B} integers of int32 or int64, got {tuple(positions.shape)} {positions.dtype}"
     if reason := check_tables(k_cache, cos, sin, q_norm, k_norm, min(S, context or S)):
