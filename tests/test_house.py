@@ -12,8 +12,8 @@ PACKAGE = sorted((ROOT / "whet").rglob("*.py"))
 ORDER = [
     "machine", "interpret", "library", "kinds", "values", "parts", "op", "source", "lock_file", "lock", "choices", "ops",
     "ahead", "isolation", "judge", "verify", "whole", "prove", "race", "busy", "roof", "measure", "counters", "child", "worker",
-    "tune", "proofs", "models", "decode", "diagnose", "report", "optimize", "autoselect", "exercise", "terminal", "clinic", "talk",
-    "cli", "__main__",
+    "tune", "proofs", "models", "decode", "diagnose", "report", "optimize", "autoselect", "exercise", "terminal", "clinic",
+    "talk", "cli", "__main__",
 ]
 FILE_LINES, FUNCTION_LINES, PACKAGE_LINES = 400, 50, 25500
 

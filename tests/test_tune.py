@@ -24,22 +24,6 @@ def entry(lock: Lock) -> dict:
     return lock.calls[f"{CALL.key} @ eager"]
 
 
-@pytest.mark.parametrize(
-    "how, reason",
-    [
-        ("crash", "the process died"), ("hang", "took longer than"), ("fail", "kernel does not compile"),
-        ("out_of_memory", "out of memory"), ("wrong", "exceeds"), ("second_time", "the process died"),
-    ],
-)
-def test_a_candidate_that_misbehaves_costs_its_candidacy_with_the_reason(how, reason, monkeypatch):
-    monkeypatch.setenv("WHET_PLANT", how)
-    lock = Lock()
-    tune([(CALL, 1)], lock, modes=("eager",), seconds=0.01, limit_s=6 if how == "hang" else 60, preload=PLANTED)
-    assert entry(lock)["chosen"] == "eager"
-    assert not entry(lock)["candidates"]["torch"]["ok"]
-    assert reason in entry(lock)["candidates"]["torch"]["why"]
-
-
 def test_results_are_saved_and_a_second_run_starts_no_process(tmp_path, monkeypatch):
     monkeypatch.setenv("WHET_PLANT", "wrong")
     path = tmp_path / "whet.lock"

@@ -177,8 +177,9 @@ def _ask_verify(worker: Worker, call: Call, name: str, limit_s: float) -> dict:
     try:
         answer = worker.ask(limit_s, what="verify", call=asdict(call), impl=name)
     except Lost as e:
-        answer = {"error": str(e)}
-    return answer if "ok" in answer else {"ok": False, "share": 0.0, "why": answer["error"], "raised": True}
+        answer = {"error": str(e), "hung": e.hung}
+    # What hung has had its turn: another, alone, would cost its limit again.
+    return answer if "ok" in answer else {"ok": False, "share": 0.0, "why": answer["error"], "raised": not answer.get("hung")}
 
 
 def _choose(entry: dict, op: Op, names: list[str], timed: Callable[[list[str]], dict]) -> None:

@@ -85,8 +85,10 @@ def check(qkv, k_cache, v_cache, positions, cos, sin, q_norm=None, k_norm=None, 
     (B, _, width), (KV, S, D) = qkv.shape, k_cache.shape[1:]
     if D % 2 or width % D or width // D <= 2 * KV or (width // D - 2 * KV) % KV:
         return f"qkv must hold a multiple of {KV} query heads and {KV} key and value heads of {D}, got {width} columns"
-    if positions.shape != (B,) or positions.is_floating_point():
-        return f"positions must be {B} integers, got {tuple(positions.shape)} {positions.dtype}"
+    if k_cache.dtype != qkv.dtype:
+        return f"qkv, k_cache and v_cache must all be of one dtype, got {qkv.dtype}, {k_cache.dtype} and {v_cache.dtype}"
+    if positions.shape != (B,) or positions.dtype not in (torch.int32, torch.int64):
+        return f"positions must be {B} integers of int32 or int64, got {tuple(positions.shape)} {positions.dtype}"
     if reason := check_tables(k_cache, cos, sin, q_norm, k_norm, min(S, context or S)):
         return reason
     if window < 0 or not 0 <= context <= S:

@@ -4,13 +4,13 @@ import torch
 import torch.nn.functional as F
 
 from whet.library import Fused
-from whet.op import Cost, Impl, Op, error, floating, lay, layout_of, nbytes, rows, same_device
+from whet.op import DTYPE_NAMES, Cost, Impl, Op, error, floating, lay, layout_of, nbytes, rows, same_device
 from whet.ops import _cross_entropy as kernels
 from whet.ops._rows import KERNEL_DTYPES, unit_rows
 from whet.parts import row_pieces
 from whet.values import Option, families
 
-REDUCTIONS = ("none", "mean", "sum")
+KINDS = dict(reduction="'none' | 'mean' | 'sum'", softcap="number | None", num_items="number | tensor | None")
 TARGETS = (torch.int64, torch.int32)
 
 
@@ -114,17 +114,18 @@ def case_of(logits, target, **options):
 def check_options(target, ignore_index=-100, reduction="mean", label_smoothing=0.0, softcap=None, num_items=None):
     if target.dtype not in TARGETS:
         return f"target must be int64 or int32, got {str(target.dtype).removeprefix('torch.')}"
-    if reduction not in REDUCTIONS:
-        return f"reduction must be one of {REDUCTIONS}, got {reduction!r}"
     if not 0.0 <= label_smoothing <= 1.0:
         return f"label_smoothing must be between 0 and 1, got {label_smoothing}"
     if softcap is not None and not softcap > 0.0:
         return f"softcap must be positive or None, got {softcap}"
     if num_items is not None and reduction != "mean":
         return f"num_items needs reduction='mean', which it divides, got reduction={reduction!r}"
-    if isinstance(num_items, torch.Tensor) and (num_items.dim() or num_items.device != target.device):
-        got = f"{tuple(num_items.shape)} on {num_items.device}"
-        return f"num_items must be a number or a 0-dim tensor on {target.device}, got {got}"
+    if isinstance(num_items, torch.Tensor):
+        if num_items.dtype not in (*TARGETS, *DTYPE_NAMES):
+            return f"num_items must be int32, int64 or one of {list(DTYPE_NAMES.values())}, got {num_items.dtype}"
+        if num_items.dim() or num_items.device != target.device:
+            got = f"{tuple(num_items.shape)} on {num_items.device}"
+            return f"num_items must be a number or a 0-dim tensor on {target.device}, got {got}"
     return None
 
 
@@ -249,4 +250,5 @@ OP = Op(
     tiny=dict(M=16, V=300),
     hostile=families(("logits",), limit=2.0**12, **HOSTILE),
     pieces=loss_pieces("logits"),
+    kinds=KINDS,
 )

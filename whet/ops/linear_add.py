@@ -59,7 +59,7 @@ def run_triton(x, res, w, scale=None, bias=None, tile=None):
 
 def run_torch(x, res, w, scale=None, bias=None):
     wide = dense(w, scale, x.dtype)
-    return torch.addmm(res, x, wide.t()) if bias is None else res + F.linear(x, wide, bias)
+    return torch.addmm(res, x, wide.t()) if bias is None and res.dtype == x.dtype else res + F.linear(x, wide, bias)
 
 
 OP = Op(

@@ -19,7 +19,7 @@ from whet.library import Fused
 from whet.op import Cost, Impl, Op, error, floating, lay, layout_of, nbytes, rows, same_device
 from whet.ops import _cross_entropy as kernels
 from whet.ops._rows import KERNEL_DTYPES, unit_rows
-from whet.ops.cross_entropy import HOSTILE, check_options, loss_pieces, options_of, some_options, some_targets
+from whet.ops.cross_entropy import HOSTILE, KINDS, check_options, loss_pieces, options_of, some_options, some_targets
 from whet.ops.cross_entropy import reference as loss_of_logits
 from whet.ops.cross_entropy import run_torch as torch_loss_of_logits
 from whet.values import families
@@ -307,4 +307,5 @@ OP = Op(
     hostile=families(("x",), ("w",), limit=2.0**8, **HOSTILE),
     coarse=("output 0",),
     pieces=loss_pieces("x", added=("w",)),
+    kinds=KINDS,
 )

@@ -49,7 +49,7 @@ def check(qkv, k_cache, v_cache, cos, sin, start=0, q_norm=None, k_norm=None, ep
     (T, width), (KV, S, D) = qkv.shape[1:], k_cache.shape[1:]
     if D % 2 or width % D or width // D <= 2 * KV:
         return f"qkv must hold query heads and {KV} key and value heads of {D}, got {width} columns"
-    if not isinstance(start, int) or not 0 <= start <= S - T:
+    if not 0 <= start <= S - T:
         return f"start must lie in 0..{S - T} so that {T} tokens fit the cache of {S}, got {start!r}"
     return check_tables(k_cache, cos, sin, q_norm, k_norm, start + T)
 

@@ -125,8 +125,6 @@ def check_positions(positions, q, P):
         if positions.shape != (S,) and positions.shape != (B, S):
             return f"positions must have shape ({S},) or ({B}, {S}) to match q, got {tuple(positions.shape)}"
         return same_device(q=q, positions=positions)
-    if not isinstance(positions, int):
-        return f"positions must be an int or an integer tensor, got {type(positions).__name__}"
     if positions < 0 or positions + S > P:
         return f"positions must lie in 0..{P - S} so that {S} tokens fit the {P} rows of cos, got {positions}"
     return None
@@ -399,4 +397,5 @@ OP = Op(
     dynamic=("B", "S"),
     tiny=dict(B=1, S=8),
     hostile=families(("q", "k"), positions_far_out=far),
+    kinds=dict(positions="int | tensor"),
 )

@@ -28,4 +28,5 @@ OP = Op(
         ("q", "k", "v"), limit=2.0, shifted=("k",), offset=20.0, tails=("v",), sharp_weights=changed(("q",), lambda q: 4 * q)
     ),
     pieces=pieces,
+    kinds=meaning.KINDS,
 )
