@@ -53,11 +53,11 @@ def judged_by_last_rows(op, impl: str, case: dict, elements: int, device: str, d
 
 
 def judged_by_last_tokens(case: dict, elements: int, device: str, dtype: str = "bfloat16") -> Verdict:
-    """norm_rope of one prompt so long that its projection passes the elements: the rows of tables and caches are tokens, too."""
+    """norm_rope of one prompt whose projection passes the elements: tables and caches have a row for each token, too."""
     T = elements // ((case["H"] + 2 * case["KV"]) * case["D"]) + 1
     args = ROPE.inputs(dtype=DTYPES[dtype], device=device, **case, T=T, S=T)
     assert args["qkv"].numel() > elements
-    few = args | {k: args[k][:, -ROWS:] for k in ("qkv",)} | {k: args[k][-ROWS:] for k in ("cos", "sin")}
+    few = args | dict(qkv=args["qkv"][:, -ROWS:], cos=args["cos"][-ROWS:], sin=args["sin"][-ROWS:])
     few |= {k: args[k][:, :, -ROWS:] for k in ROPE.mutates}
     oracle = evaluate(ROPE, ROPE.reference, {k: widen(v) for k, v in few.items()}, False)
     eager = evaluate(ROPE, ROPE.reference, few, False)
