@@ -105,13 +105,14 @@ def whet_version() -> str:
 
 
 def commit() -> str:
-    """The commit of the checkout whet runs from, for records. `unknown` outside a checkout."""
+    """The commit of the checkout whet runs from, for records, whose own files do not count. `unknown` outside a checkout."""
     if given := os.environ.get("WHET_COMMIT"):
         return given
     root = Path(__file__).resolve().parent.parent
     try:
         head = subprocess.run(["git", "rev-parse", "HEAD"], cwd=root, capture_output=True, text=True, check=True).stdout.strip()
-        dirty = subprocess.run(["git", "status", "--porcelain"], cwd=root, capture_output=True, text=True).stdout.strip()
+        status = ["git", "status", "--porcelain", "--", ".", ":!records"]
+        dirty = subprocess.run(status, cwd=root, capture_output=True, text=True).stdout.strip()
         return head + ("-dirty" if dirty else "")
     except (OSError, subprocess.CalledProcessError):
         return "unknown"

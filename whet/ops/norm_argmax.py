@@ -30,16 +30,15 @@ from whet.values import families
 ROWS, MORE, CHUNK = "16w4", "16w4", 1024  # rows of w a program for one row of x and for more; results looked at together
 
 
+def scores(x, norm, w, scale=None, eps=1e-6):
+    """The logits (M, N) that the reference chooses among: a choice is as good as its logit here, whichever of equals it is."""
+    return F.linear(rms_norm(x, norm, eps), dense(w, scale, x.dtype)).to(torch.promote_types(x.dtype, torch.float32))
+
+
 def reference(x, norm, w, scale=None, eps=1e-6):
     """logits = rms_norm(x, norm, eps) @ w.T.  Returns the index of each row's largest (the first of equals) and its value."""
-    wide = torch.promote_types(x.dtype, torch.float32)
-    value, token = scores(x, norm, w, scale, eps).to(wide).max(-1)
+    value, token = scores(x, norm, w, scale, eps).max(-1)
     return token, value
-
-
-def scores(x, norm, w, scale=None, eps=1e-6):
-    """The logits, of which the reference picks the largest."""
-    return F.linear(rms_norm(x, norm, eps), dense(w, scale, x.dtype))
 
 
 def inputs(dtype, device, M, K, N, quant=None, layout="contiguous"):
