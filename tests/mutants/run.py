@@ -67,10 +67,12 @@ def asked(questions: list[Question], args: argparse.Namespace, told: str) -> dic
     """{key or id: answer}"""
     found = {}
     shown = not args.json and sys.stderr.isatty()
-    with rich.progress.Progress(console=rich.console.Console(stderr=True), disable=not shown, transient=True) as bar:
+    with rich.progress.Progress(console=rich.console.Console(stderr=True, soft_wrap=True), disable=not shown, transient=True) as bar:
         task = bar.add_task(told, total=len(questions))
         for q, answer in run(questions, args.jobs, args.limit, Path(args.whet)):
             found[q.mutant.id if q.mutant else q.key] = answer
+            if q.mutant and not args.json:
+                bar.console.print(f"{wall(answer) or 'NOT STOPPED':24} {q.mutant.id} [{q.mutant.kind}]", markup=False, highlight=False)
             bar.advance(task)
     return found
 
@@ -146,9 +148,8 @@ def main() -> int:
     if args.json:
         print(json.dumps(dict(summary=summary(rows), rejected=faults, mutants=rows)))
     else:
-        for r in rows:
-            if not r["stopped_by"]:
-                print(f"not stopped  {r['op']}: {r['name']} [{r['kind']}]" + (f"  share {r['share']}" if r["share"] else ""))
+        for r in (r for r in rows if not r["stopped_by"]):
+            print(f"not stopped  {r['op']}: {r['name']} [{r['kind']}]" + (f"  share {r['share']}" if r["share"] else ""))
         rich.print(table(rows)) if rows else print("no mutant matches")
         for fault in faults:
             print(f"wrong: {fault}")
