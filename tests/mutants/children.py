@@ -19,6 +19,10 @@ from pathlib import Path
 from mutants.listing import PACKAGE, Mutant
 
 TESTS = Path(__file__).parent.parent
+WALLS = (  # of an answer that names no rule, by its words
+    ("in place", "inputs kept"), ("non-finite or unwritten", "unwritten"), ("the graph is cut", "graph"), ("must be", "shape"),
+    ("returns", "shape"), ("expected none", "graph"), ("error", "values"), ("differ", "values"),
+)
 
 
 @dataclass(frozen=True)
@@ -38,6 +42,17 @@ class Question:
     @property
     def key(self) -> str:
         return json.dumps([self.call, self.impl, self.path], sort_keys=True)
+
+
+def wall(answer: dict) -> str | None:
+    """What stopped it: a rule of the verifier, an exception, the child's end; None where nothing did."""
+    if "lost" in answer:
+        return "the child"
+    if "error" in answer:
+        return "raises"
+    if answer["ok"]:
+        return None
+    return answer.get("rule") or next((rule for words, rule in WALLS if words in answer["why"]), "other")
 
 
 def overlay(folder: str, mutant: Mutant | None, package: Path = PACKAGE) -> None:
@@ -131,7 +146,8 @@ def serve(question: Question) -> None:
 
 
 def run(
-    questions: Iterable[Question], jobs: int, limit_s: float, package: Path = PACKAGE, serve: Callable[[Question], None] = serve,
+    questions: Iterable[Question], jobs: int, limit_s: float, package: Path = PACKAGE,
+    serve: Callable[[Question], None] = serve,
 ) -> Iterator[tuple[Question, dict]]:
     """Asks all, `jobs` at a time; answers come as they are ready."""
     waiting, selector = list(questions)[::-1], selectors.DefaultSelector()

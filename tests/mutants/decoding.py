@@ -7,6 +7,7 @@ import tempfile
 from pathlib import Path
 
 import test_persistent as emulated
+
 from whet.decode import persistent
 
 SPECIAL = ("old", "quant", "least")  # of a case; the rest changes the model's sizes and options

@@ -26,25 +26,8 @@ import rich  # noqa: E402
 import rich.progress  # noqa: E402
 import rich.table  # noqa: E402
 import triton  # noqa: E402,F401
-
-from mutants.children import Question, run  # noqa: E402
+from mutants.children import Question, run, wall  # noqa: E402
 from mutants.listing import KINDS, PACKAGE, Mutant, read_all  # noqa: E402
-
-WALLS = (  # of an answer that names no rule, by its words
-    ("in place", "inputs kept"), ("non-finite or unwritten", "unwritten"), ("the graph is cut", "graph"), ("must be", "shape"),
-    ("returns", "shape"), ("expected none", "graph"), ("error", "values"), ("differ", "values"),
-)
-
-
-def wall(answer: dict) -> str | None:
-    """What stopped it: a rule of the verifier, an exception, the child's end; None where nothing did."""
-    if "lost" in answer:
-        return "the child"
-    if "error" in answer:
-        return "raises"
-    if answer["ok"]:
-        return None
-    return answer.get("rule") or next((rule for words, rule in WALLS if words in answer["why"]), "other")
 
 
 def question(mutant: Mutant, dtype: str, gpu_cases: bool, sample: bool) -> Question:
@@ -66,13 +49,14 @@ def chosen(args: argparse.Namespace) -> list[Mutant]:
 def asked(questions: list[Question], args: argparse.Namespace, told: str) -> dict[str, dict]:
     """{key or id: answer}"""
     found = {}
-    shown = not args.json and sys.stderr.isatty()
-    with rich.progress.Progress(console=rich.console.Console(stderr=True, soft_wrap=True), disable=not shown, transient=True) as bar:
+    console = rich.console.Console(stderr=True, soft_wrap=True)
+    with rich.progress.Progress(console=console, disable=args.json or not sys.stderr.isatty(), transient=True) as bar:
         task = bar.add_task(told, total=len(questions))
         for q, answer in run(questions, args.jobs, args.limit, Path(args.whet)):
             found[q.mutant.id if q.mutant else q.key] = answer
             if q.mutant and not args.json:
-                bar.console.print(f"{wall(answer) or 'NOT STOPPED':24} {q.mutant.id} [{q.mutant.kind}]", markup=False, highlight=False)
+                line = f"{wall(answer) or 'NOT STOPPED':24} {q.mutant.id} [{q.mutant.kind}]"
+                console.print(line, markup=False, highlight=False)
             bar.advance(task)
     return found
 
@@ -88,10 +72,11 @@ def measured(args: argparse.Namespace) -> tuple[list[dict], list[str]]:
     for q in questions:
         m, a = q.mutant, answers[q.mutant.id]
         told = a.get("why") or a.get("error") or a.get("lost") or ""
+        stopped = wall(a) if wall(a) != wall(right[q.key]) else None  # what stops the right kernel too stops no fault
         if told.startswith("refused"):
             faults.append(f"{m.id} was not tried: {told}")
         rows.append(dict(
-            op=m.op, name=m.name, kind=m.kind, impl=m.impl, call=q.call, stopped_by=wall(a), why=told,
+            op=m.op, name=m.name, kind=m.kind, impl=m.impl, call=q.call, stopped_by=stopped, why=told,
             share=a.get("share"), seconds=a["seconds"], unmutated_seconds=right[q.key]["seconds"],
         ))
     return rows, faults
@@ -131,13 +116,13 @@ def save(rows: list[dict], faults: list[str], args: argparse.Namespace) -> None:
 def options() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--only", metavar="PATTERN", help="mutants whose 'op: name [kind]' matches")
-    parser.add_argument("--sample", type=int, metavar="N", default=0, help="the first N of those the test-suite tries, at tiny sizes")
+    parser.add_argument("--sample", type=int, metavar="N", default=0, help="the first N of the test-suite's, at tiny sizes")
     parser.add_argument("--dtype", default="bfloat16", help="of the call (default bfloat16)")
     parser.add_argument("--gpu-cases", action="store_true", help="the sizes of real use, for a GPU")
     parser.add_argument("--jobs", type=int, default=2 if GPU else os.cpu_count(), help="at a time (default: cores; 2 on a GPU)")
     parser.add_argument("--limit", type=float, default=300.0, metavar="S", help="seconds for one mutant (default 300)")
     parser.add_argument("--whet", default=str(PACKAGE), metavar="FOLDER", help="the package to mutate (default: this tree's)")
-    parser.add_argument("--record", nargs="?", const="records", metavar="FOLDER", help="save a record (default folder: records)")
+    parser.add_argument("--record", nargs="?", const="records", metavar="FOLDER", help="save a record (default: in records)")
     parser.add_argument("--json", action="store_true", help="print rows as JSON")
     return parser.parse_args()
 

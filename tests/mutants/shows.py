@@ -14,10 +14,9 @@ from functools import partial
 from pathlib import Path
 
 sys.path[0] = str(Path(__file__).parent.parent)
+import torch  # noqa: E402
 from mutants import run as runner  # noqa: E402
 from mutants.children import Question, run  # noqa: E402
-
-import torch  # noqa: E402
 
 
 def digest(*found) -> str:
@@ -77,13 +76,14 @@ class Use:
                 args[k] = args[k] if args[k] is None else args[k].detach().requires_grad_()
             made.append((args, as_tuple(self.op.run(self.impl)(**args))))
         args, outs = made[0]
-        leaves, used = [v for v in args.values() if isinstance(v, torch.Tensor) and v.requires_grad], [o for o in outs if o.requires_grad]
-        grads = []
+        leaves = [v for v in args.values() if isinstance(v, torch.Tensor) and v.requires_grad]
+        used = [o for o in outs if o.requires_grad]
+        douts, grads = [torch.full_like(o, 0.5) for o in used], []
         for _ in range(2 if used else 0):
-            grads += torch.autograd.grad(used, leaves, [torch.full_like(o, 0.5) for o in used], allow_unused=True, retain_graph=True)
+            grads += torch.autograd.grad(used, leaves, douts, allow_unused=True, retain_graph=True)
         args["x" if "x" in args else next(iter(args))].detach().mul_(2)  # another value at the same address
         with torch.no_grad():
-            again = as_tuple(self.op.run(self.impl)(**{k: v.detach() if isinstance(v, torch.Tensor) else v for k, v in args.items()}))
+            again = as_tuple(self.op.run(self.impl)(**args))
         return digest(*outs, *grads, *made[1][1], *again)
 
     def plain(self) -> Iterator[tuple[str, Callable[[], str]]]:
@@ -110,11 +110,10 @@ class Use:
         yield "an infinite column", lambda: changed(where(2, lambda v: torch.cat([v[..., :1] * 0 - torch.inf, v[..., 1:]], -1)))
         yield "a NaN", lambda: changed(lambda k, v: torch.cat([v[:-1], v[-1:] * torch.nan]) if k == "w" else v)
         for eps in (1e-2, 1e-12):
-            yield f"eps {eps}", partial(lambda eps: self.result(self.args("float32") | {"eps": eps}) if "eps" in self.args() else "", eps)
-        all_ignored = {"target": None}
-        yield "nothing counts", lambda: self.result(
-            self.args() | {k: torch.full_like(self.args()[k], -100) for k in all_ignored}
-        ) if "target" in self.args() else ""
+            if "eps" in self.args():
+                yield f"eps {eps}", partial(lambda eps: self.result(self.args("float32") | {"eps": eps}), eps)
+        if "target" in self.args():
+            yield "nothing counts", lambda: self.result(self.args() | {"target": torch.full_like(self.args()["target"], -100)})
 
     def uses(self) -> Iterator[tuple[str, Callable[[], str]]]:
         yield "after a second call", self.first_of_two
