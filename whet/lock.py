@@ -19,6 +19,7 @@ from typing import NamedTuple
 
 from whet import lock_file, machine
 from whet.op import Call, base, discover
+from whet.source import fingerprint
 
 FORMAT = 2
 FEW = 5  # so many bad entries get a line each; more are counted in one line
@@ -111,6 +112,12 @@ def checksum(where: tuple[str, str, str], entry: dict) -> str:
 def usable(candidate: dict) -> bool:
     """Marked right, timed, and not merely interpreted."""
     return candidate["ok"] and "ms" in candidate and "interpreted" not in candidate
+
+
+def edited(entry: dict, name: str) -> bool:
+    """Whether a candidate was proved from another source than the one that is here."""
+    op, proved = discover().get(entry["call"]["op"]), entry["candidates"].get(name, {}).get("source")
+    return proved is not None and op is not None and base(name) in op.impls and proved != fingerprint(op, name)
 
 
 def _are(fields: dict, kinds: dict[str, tuple[type, ...]]) -> str:
@@ -321,7 +328,7 @@ class Lock:
         """
         end, found = f" @ {mode}", {}
         for key, entry in self.calls.items():
-            if key.endswith(end) and (chosen := entry.get("chosen")):
+            if key.endswith(end) and (chosen := entry.get("chosen")) and not edited(entry, chosen):
                 if base(chosen) in without:
                     timed = {n: c["ms"] for n, c in entry["candidates"].items() if usable(c) and base(n) not in without}
                     chosen = min(timed, key=lambda n: timed[n], default=None)

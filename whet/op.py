@@ -117,7 +117,7 @@ class Op:
     dynamic                       names of case sizes that vary from batch to batch, bucketed by powers of two
     proof(case) -> case           the case that is verified in its place, where the oracle of the whole would not fit
     hostile                       {name: family}: other values of the arguments that a kernel must stand, from whet.values
-    smaller(case) -> case         a case of few elements and the same kernels, on which hostile values and uses are tried
+    smaller(case, most) -> case   a case of so few elements and the same kernels, on which hostile values and uses are tried
     coarse                        results in float32 whose arithmetic inside is in the inputs' dtype, by name: "output 1"
     scores(**args)                where output 0 is the index of the largest of some scores: those scores
     pieces(**args)                parts of a call too large for the oracle, for the proof of its whole size
@@ -139,7 +139,7 @@ class Op:
     proof: Callable[[dict], dict] = whole
     mutates: tuple[str, ...] = ()
     hostile: Mapping[str, Callable[[dict], dict | None]] = field(default_factory=dict)
-    smaller: Callable[[dict], dict] | None = None
+    smaller: Callable[[dict, int], dict] | None = None
     coarse: tuple[str, ...] = ()
     scores: Callable[..., torch.Tensor] | None = None
     pieces: Callable[..., Any] | None = None

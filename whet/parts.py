@@ -56,7 +56,7 @@ def row_pieces(*rows: str, added: tuple[str, ...] = (), along: tuple[str, ...] =
         def parts() -> Iterator[Part]:
             for start in starts:
                 cut = (slice(start, min(start + step, M)),)
-                outputs = {} if reduced else {"output 0": cut, "output 1": cut}
+                outputs: dict[str, tuple] = {} if reduced else {"output 0": cut, "output 1": cut}
                 own = outputs | {f"grad {k}": cut for k in present}
                 upstream = outputs or {"output 0": (...,)}
                 yield Part(args | {k: args[k][cut] for k in (*present, *along)}, own, sums, upstream)

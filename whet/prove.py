@@ -13,6 +13,7 @@ A trial that a candidate refuses is no fault: it will refuse it in a user's run 
 import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
+from functools import partial
 
 import torch
 
@@ -117,19 +118,19 @@ class Proof:
         return usual_errors([({k: v for k, v in e.items() if v is not None and v.numel() < MANY}, {
             k: v for k, v in o.items() if v is not None and v.numel() < MANY}) for e, o in drawn])
 
-    def verify(self, made: Made, use: Use | None = None, like: Use | None = None, alter=None) -> Verdict | None:
+    def verify(self, made: Made, use: Use | None = None, like: Use | None = None, sliced: str = "") -> Verdict | None:
         """One trial.
 
         use    how the call is used; like: another use whose evidence serves, since only layouts or what is asked for differ
-        alter  changes the arguments' layout, not their values
+        sliced an argument that is given as a slice of a wider one, unlike the others
         """
         args = self.args(made)
         if args is None:
             return None
         use = use or Use(self.call.grad)
         held = self.evidence(made, args, like or use)
-        if alter is not None:
-            args = alter(args)
+        if sliced:
+            args = args | {sliced: lay(args[sliced], "sliced")}
             if self.op.misfits(base(self.name), args):
                 return None
         step = COARSE_TWIN if self.impl.misses and made.dtype == "float32" and self.device == "cuda" else None
@@ -148,10 +149,10 @@ class Proof:
 
     def trials(self) -> Iterator[Trial]:
         own = Made(self.case, self.call.dtype)
-        yield "values", lambda: self.verify(own)
+        yield "values", partial(self.verify, own)
         twin = None if self.tile or self.call.dtype not in ("bfloat16", "float16") else self.twin()
         if twin:
-            yield twin, lambda: self.verify(Made(self.case, twin))
+            yield twin, partial(self.verify, Made(self.case, twin))
         for dtype in (twin, self.call.dtype):
             if dtype and not (dtype == "float16" == twin):  # float16 has a range of its own, which is not the call's
                 yield from self.families(dtype, "" if dtype == self.call.dtype else f", {dtype}")
@@ -164,7 +165,7 @@ class Proof:
     def families(self, dtype: str, where: str) -> Iterator[Trial]:
         for family in self.op.hostile:
             if not (self.compiled and isinstance(self.op.hostile[family], Option)):  # there it is another graph
-                yield family + where, lambda f=family: self.verify(Made(self.small, dtype, f))
+                yield family + where, partial(self.verify, Made(self.small, dtype, family))
 
     def uses(self) -> Iterator[Trial]:
         made, usual = Made(self.small, self.call.dtype), Use(self.call.grad)
@@ -176,30 +177,30 @@ class Proof:
         for name, t in args.items():
             plain = t.dim() > 1 and t.is_contiguous() and t.numel() and name not in self.op.mutates
             if plain and len(args) > 1:
-                yield f"{name} sliced", lambda n=name: self.verify(made, alter=lambda a: a | {n: lay(a[n], "sliced")})
+                yield f"{name} sliced", partial(self.verify, made, sliced=name)
 
     def uses_of_gradients(self, made: Made, usual: Use) -> Iterator[Trial]:
         names = [k for k in self.op.grads if (self.args(made) or {}).get(k) is not None]
         subsets = {tuple(k for k in names if k != left) for left in names} | {(k,) for k in names} if len(names) > 1 else set()
         for wanted in sorted(subsets, key=lambda s: (-len(s), s))[: 1 if self.compiled else None]:
             frozen = ", ".join(k for k in names if k not in wanted)
-            yield f"{frozen} frozen", lambda w=wanted: self.verify(made, replace(usual, wanted=w), like=usual)
+            yield f"{frozen} frozen", partial(self.verify, made, replace(usual, wanted=wanted), like=usual)
         for layout in LAYOUTS:
             if not self.impl.beware:  # what it does with other layouts of upstream gradients is known, and said in the docs
                 use = replace(usual, layout=layout)
                 like = use if layout == "expanded" else usual
-                yield f"upstream gradient {layout}", lambda u=use, k=like: self.verify(made, u, like=k)
+                yield f"upstream gradient {layout}", partial(self.verify, made, use, like=like)
         args = self.args(made)
         outs = len([k for k in self.evidence(made, args, usual).oracle if k.startswith("output")]) if args else 0
         for i in range(outs if outs > 1 else 0):
-            yield f"output {i} alone", lambda n=i: self.verify(made, replace(usual, outputs=(n,)))
+            yield f"output {i} alone", partial(self.verify, made, replace(usual, outputs=(i,)))
 
     def sizes(self, twin: str | None) -> Iterator[Trial]:
         few = self.tile or self.compiled
         for words, case in neighbours(self.op, dict(self.case))[: 1 if few else None]:
             for dtype in {self.call.dtype: None} if few or not twin else {twin: None, self.call.dtype: None}:
                 where = "" if dtype == self.call.dtype else f", {dtype}"
-                yield words + where, lambda c=case, d=dtype: self.verify(Made(tuple(c.items()), d))
+                yield words + where, partial(self.verify, Made(tuple(case.items()), dtype))
 
     def repeat(self) -> Verdict | None:
         """The call twice, then with other values in the same memory, then as at first."""
@@ -234,6 +235,28 @@ class Proof:
         return verify_whole(self.op, self.impl, args, self.call.grad)
 
 
+def wrong_now(op: Op, names: list[str], call: Call, device: str) -> dict[str, str]:
+    """{candidate: why} of those that are wrong on inputs never seen before: asked after they were timed, many calls later."""
+    wrong, held, made = {}, None, None
+    for name in names:
+        proof = Proof(op, name, call, device)
+        made = made or Made(proof.case, call.dtype, seed=13)
+        if (args := proof.args(made)) is None:
+            continue
+        held = held or proof.evidence(made, args, Use(call.grad))
+        verdict = verify(op, proof.impl, args, use=Use(call.grad), held=held)
+        if not verdict.ok:
+            wrong[name] = f"after it was timed: {verdict.why}"
+    return wrong
+
+
+def run_once(op: Op, name: str, call: Call, device: str) -> None:
+    """The candidate on few elements, whatever comes of it."""
+    proof = Proof(op, name, call, device)
+    if (args := proof.args(Made(proof.small, call.dtype))) is not None:
+        proof.run(args, Use(call.grad))
+
+
 def owns_its_elements(t: torch.Tensor) -> bool:
     return not any(s == 0 and n > 1 for s, n in zip(t.stride(), t.shape))
 
@@ -262,10 +285,11 @@ def halved(op: Op, case: dict, dtype: str, most: int) -> dict:
     """The case with sizes that vary halved until its arguments have so few elements."""
     case = dict(case)
     while elements(op, case, dtype) > most:
-        widest = max(op.dynamic, key=lambda k: case.get(k) if isinstance(case.get(k), int) else 0, default=None)
-        if widest is None or not isinstance(case.get(widest), int) or case[widest] < 16:
+        sizes = {k: n for k in op.dynamic if isinstance(n := case.get(k), int) and n >= 16}
+        if not sizes:
             break
-        case[widest] = math.ceil(case[widest] / 2)
+        widest = max(sizes, key=sizes.__getitem__)
+        case[widest] = math.ceil(sizes[widest] / 2)
     return case
 
 

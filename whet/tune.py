@@ -15,9 +15,11 @@ from whet.lock import Lock
 from whet.measure import MODES
 from whet.op import DTYPES, Call, Op, base, discover
 from whet.race import Timing, apart_outcome, outcome
+from whet.source import fingerprint
 from whet.worker import Lost, Worker
 
 LIMIT_S = 120.0  # a candidate that takes longer to compile and verify is given up
+DECIDED = ("chosen", "untimed", "why", "ms", "vs_eager", "rival", "vs_rival", "floor_ms", "bound", "bytes", "flops", "busy")
 VERIFIERS = 8  # children that verify side by side: verifying is mostly compiling, which is the host's work
 
 
@@ -75,6 +77,7 @@ class Work:
         for key, call in self.calls.items():
             for mode in modes:
                 self.entry(call, mode)["count"] = counts[key]
+                self.drop_edited(call, mode)
         self.timer = Worker(preload=preload, warm=True)
         self.saving = threading.Lock()
         self.done = 0
@@ -92,6 +95,16 @@ class Work:
     def open(self, call: Call) -> list[str]:
         """The modes in which this call's choice is still to be made."""
         return [mode for mode in self.modes if not self.entry(call, mode).get("chosen")]
+
+    def drop_edited(self, call: Call, mode: str) -> None:
+        """What was proved from another source is proved again; then the choice is made again as well."""
+        entry, op = self.entry(call, mode), self.ops[call.op]
+        edited = [n for n, c in entry["candidates"].items() if base(n) in op.impls and c.get("source") != fingerprint(op, n)]
+        for name in edited:
+            del entry["candidates"][name]
+        if edited:
+            for fact in DECIDED:
+                entry.pop(fact, None)
 
     def tick(self, text: str, done: int = 1) -> None:
         self.done += done
@@ -136,15 +149,18 @@ class Work:
     def _known(self, call: Call, name: str) -> dict | None:
         """What the lock says of this candidate's correctness, learned for any mode."""
         twins = (e["candidates"] for e in self.lock.calls.values() if e["call"] == asdict(call))
-        return next((_verdict(candidates[name]) for candidates in twins if name in candidates), None)
+        source = fingerprint(self.ops[call.op], name)
+        known = (candidates[name] for candidates in twins if name in candidates)
+        return next((_verdict(c) for c in known if c.get("source") == source), None)
 
     def _verify(self, call: Call, name: str, worker: Worker, interpreter: Worker) -> dict:
         op = self.ops[call.op]
+        proved_from = {"source": fingerprint(op, name)}
         if op.impl(name).needs == "triton" and not torch.cuda.is_available():
             reduced = {k: min(v, op.tiny[k]) if k in op.tiny and isinstance(v, int) else v for k, v in call.case.items()}
             small = Call(call.op, reduced, call.dtype, call.grad)
-            return _ask_verify(interpreter, small, name, self.limit_s) | {"interpreted": small.key}
-        return _ask_verify(worker, call, name, self.limit_s)
+            return _ask_verify(interpreter, small, name, self.limit_s) | proved_from | {"interpreted": small.key}
+        return _ask_verify(worker, call, name, self.limit_s) | proved_from
 
     def measure_all(self, seconds: float) -> None:
         for key, names in self.names.items():
@@ -170,7 +186,7 @@ class Work:
 
 def _verdict(candidate: dict) -> dict:
     """What verification said of a candidate, less what timing added."""
-    return {k: v for k, v in candidate.items() if k in ("ok", "share", "why", "interpreted", "proved")}
+    return {k: v for k, v in candidate.items() if k in ("ok", "share", "why", "rule", "source", "interpreted", "proved")}
 
 
 def _ask_verify(worker: Worker, call: Call, name: str, limit_s: float) -> dict:
@@ -204,6 +220,10 @@ def _choose(entry: dict, op: Op, names: list[str], timed: Callable[[list[str]], 
         if "error" in answer and able:  # they fit one at a time only
             how = f", timed one after another since together they failed: {together}"
             answer = alone[able[0]] | {"timings": {n: alone[n]["timings"][n] for n in able}, "outcome": None, "how": how}
+    if wrong := answer.pop("wrong", {}):  # right at first, wrong on a later call: raced again without them
+        for name, why in wrong.items():
+            found[name] |= {"ok": False, "why": why, "rule": "after timing"}
+        return _choose(entry, op, names, timed)
     if "error" in answer:
         entry |= {"chosen": op.stock, "untimed": True, "why": f"nothing could be timed: {answer['error']}"}
         return

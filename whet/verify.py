@@ -154,7 +154,7 @@ def leaf_copies(op: Op, args: dict, grad: bool, wanted: tuple[str, ...] | None =
 
 def evaluate(
     op: Op, run, args: dict, grad: bool, dout_layout: str = "contiguous", use: Use | None = None
-) -> dict[str, torch.Tensor | None]:
+) -> dict:
     """{'output 0': y, ..., 'grad x': dx, ...} of one run on leaf copies, with a fixed random upstream gradient."""
     use = use or Use(grad, dout_layout)
     leaves, wanted = leaf_copies(op, args, grad, use.wanted)
@@ -164,7 +164,7 @@ def evaluate(
         for i, o in enumerate(outs):
             if not isinstance(o, torch.Tensor):
                 raise Violation(f"output {i} must be a tensor, got {type(o).__name__}")
-        named: dict[str, torch.Tensor | None] = {f"output {i}": o.detach() for i, o in enumerate(outs)}
+        named: dict = {f"output {i}": o.detach() for i, o in enumerate(outs)}
         named |= {f"changed {k}": leaves[k] for k in op.mutates}
         if grad:
             live = [i for i, o in enumerate(outs) if o.requires_grad and (use.outputs is None or i in use.outputs)]

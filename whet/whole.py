@@ -36,11 +36,11 @@ def judge_group(op: Op, group: Group, actual: dict, douts: dict, grad: bool, coa
         oracle = evaluate(op, op.reference, {k: widen(v) for k, v in part.args.items()}, grad, use=Use(grad, given=given))
         eager = evaluate(op, op.reference, part.args, grad, use=Use(grad, given=given))
         direct = [name for name in oracle if name in part.index and oracle[name] is not None]
-        found = {name: actual[name][part.index[name]] if actual[name] is not None else None for name in direct}
-        yield judge(found, {n: eager[n] for n in direct}, {n: oracle[n] for n in direct}, coarse=coarse, beside={})
+        here = {name: actual[name][part.index[name]] if actual[name] is not None else None for name in direct}
+        yield judge(here, {n: eager[n] for n in direct}, {n: oracle[n] for n in direct}, coarse=coarse, beside={})
         for name, at in part.added.items():
             if name in exact:
                 exact[name][at] += oracle[name]
                 rounded[name][at] += eager[name].double()
-    found = {name: actual[name][at] for name, at in regions.items()}
+    found: dict = {name: actual[name][at] for name, at in regions.items()}
     yield judge(found, {n: t.to(found[n].dtype) for n, t in rounded.items()}, exact, coarse=coarse, beside={})

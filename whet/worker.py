@@ -22,7 +22,7 @@ from whet.child import Child, Lost
 from whet.isolation import Leftovers, isolated
 from whet.measure import ceilings, race, stepper
 from whet.op import DTYPES, Call, Op, base, discover
-from whet.prove import provable, prove
+from whet.prove import provable, prove, run_once, wrong_now
 
 SHAPES: dict[str, dict] = {  # of an answer that is no error
     "verify": {"ok": bool, "share": (int, float), "why": str}, "measure": {"timings": dict},
@@ -113,27 +113,37 @@ def answer_measure(call: Call, impls: list[str], mode: str, seconds: float, thre
     cost, roof = op.cost(**args), ceilings()
     floor = roof.floor_ms(cost, call.grad, call.dtype)
     moved, flops = cost.of(call.grad)
+    del args, steps
     return {
+        "wrong": wrong_now(op, impls, call, machine.this_machine().device),
         "timings": {name: t.as_dict() for name, t in found.timings.items()}, "outcome": found.outcome.as_dict(),
         "floor_ms": round(floor, 6), "bound": roof.bound(cost, call.grad, call.dtype), "bytes": moved, "flops": flops,
     } | ({"busy": found.busy} if found.busy else {})
 
 
-ANSWERS: dict[str, Callable[..., dict]] = {"verify": answer_verify, "measure": answer_measure}
+def answer_once(call: Call, impl: str) -> dict:
+    """A candidate run once more, for what it leaves behind."""
+    run_once(discover()[call.op], impl, call, machine.this_machine().device)
+    return {}
+
+
+ANSWERS: dict[str, Callable[..., dict]] = {"verify": answer_verify, "measure": answer_measure, "once": answer_once}
 
 
 def _answer(request: dict) -> dict:
     """The answer to a request. What a candidate leaves behind counts if it does so twice: a first use may keep files open."""
-    streams = _streams()
-    for _ in range(2):
-        before = Leftovers.now()
-        answer = _attempt(dict(request))
-        left = Leftovers.now().since(before)
-        if _streams() != streams:
-            return {"error": "closes or replaces the standard streams", "poisoned": True}
-        if "error" in answer or not left:
-            return answer | ({"poisoned": True} if left else {})
-    return {"error": f"leaves {left} after each turn", "poisoned": True}
+    streams, before = _streams(), Leftovers.now()
+    answer = _attempt(dict(request))
+    left = Leftovers.now().since(before)
+    if _streams() != streams:
+        return {"error": "closes or replaces the standard streams", "poisoned": True}
+    if "error" in answer or not left or request["what"] != "verify":
+        return answer | ({"poisoned": True} if "error" in answer and left else {})
+    before = Leftovers.now()
+    once = _attempt(dict(request) | {"what": "once"})
+    if "error" in once or (left := Leftovers.now().since(before)):
+        return {"error": once.get("error") or f"leaves {left} after each turn", "poisoned": True}
+    return answer
 
 
 def _streams() -> list[tuple[int, int] | None]:
