@@ -201,6 +201,7 @@ class Graph:
                 run()
         torch.cuda.current_stream().wait_stream(stream)
         torch.cuda.synchronize()
+        self.run = run  # what it reads must live as long as it may be replayed
         self.graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(self.graph, pool=None if beside is None else beside.graph.pool()):
             self.out = run()
