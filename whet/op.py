@@ -13,6 +13,7 @@ import math
 import pkgutil
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
+from typing import Any
 
 import torch
 
@@ -115,6 +116,11 @@ class Op:
     mutates                       names of the arguments that it changes in place, such as a cache; results like any other
     dynamic                       names of case sizes that vary from batch to batch, bucketed by powers of two
     proof(case) -> case           the case that is verified in its place, where the oracle of the whole would not fit
+    hostile                       {name: family}: other values of the arguments that a kernel must stand, from whet.values
+    smaller(case, most) -> case   a case of so few elements and the same kernels, on which hostile values and uses are tried
+    coarse                        results in float32 whose arithmetic inside is in the inputs' dtype, by name: "output 1"
+    scores(**args)                where output 0 is the index of the largest of some scores: those scores
+    pieces(**args)                parts of a call too large for the oracle, for the proof of its whole size
     kinds                         {argument: what it may be, as kinds.py writes it}, where its default does not say that
     """
 
@@ -132,6 +138,11 @@ class Op:
     tiny: dict = field(default_factory=dict)  # sizes that a call is cut to when kernels are only interpreted
     proof: Callable[[dict], dict] = whole
     mutates: tuple[str, ...] = ()
+    hostile: Mapping[str, Callable[[dict], dict | None]] = field(default_factory=dict)
+    smaller: Callable[[dict, int], dict] | None = None
+    coarse: tuple[str, ...] = ()
+    scores: Callable[..., torch.Tensor] | None = None
+    pieces: Callable[..., Any] | None = None
     kinds: Mapping[str, str] = field(default_factory=dict)
 
     def __post_init__(self):

@@ -20,9 +20,9 @@ import torch
 from whet import machine
 from whet.child import Child, Lost
 from whet.isolation import Leftovers, isolated
-from whet.measure import ceilings, compare, stepper
+from whet.measure import ceilings, race, stepper
 from whet.op import DTYPES, Call, Op, base, discover
-from whet.verify import verify_case
+from whet.prove import provable, prove, run_once, wrong_now
 
 SHAPES: dict[str, dict] = {  # of an answer that is no error
     "verify": {"ok": bool, "share": (int, float), "why": str}, "measure": {"timings": dict},
@@ -92,48 +92,58 @@ def _args(op: Op, call: Call) -> dict:
 
 
 def answer_verify(call: Call, impl: str) -> dict:
-    """The verdict on a candidate, at op.proof's case; "proved" is the key of that call where it is not the call itself."""
-    op = discover()[call.op]
-    proof = replace(call, case=op.proof(dict(call.case)))
-    if proof == call:
-        proved = {}
-    elif reason := op.why_not(base(impl), _args(op, call)):
+    """The verdict on a candidate; "proved" is the key of the call that was proved in full where it is not the call itself."""
+    op, device = discover()[call.op], machine.this_machine().device
+    if reason := op.why_not(base(impl), _args(op, call)):
         return {"ok": False, "share": 0.0, "why": f"refused: {reason}"}
-    else:
-        proved = {"proved": proof.key}
-    verdict = verify_case(op, impl, dict(proof.case), call.dtype, machine.this_machine().device, grad=call.grad)
-    return {"ok": verdict.ok, "share": round(verdict.share, 4), "why": verdict.why} | proved
+    proof = replace(call, case=provable(op, dict(call.case), call.dtype))
+    verdict = prove(op, impl, call, device)
+    answer = {"ok": verdict.ok, "share": round(verdict.share, 4), "why": verdict.why}
+    return answer | ({"rule": verdict.rule} if verdict.rule else {}) | ({} if proof == call else {"proved": proof.key})
 
 
-def answer_measure(call: Call, impls: list[str], mode: str, seconds: float) -> dict:
+def answer_measure(call: Call, impls: list[str], mode: str, seconds: float, threads: int | None = None) -> dict:
+    """The race of a call's verified candidates, simplest first, and the call's floor; threads: the parent's number of them."""
+    if threads is not None:
+        torch.set_num_threads(threads)
     op = discover()[call.op]
     args = _args(op, call)
     steps = {name: stepper(op, op.candidate(name).run, args, call.grad) for name in impls}
-    timings = compare(steps, mode=mode, seconds=seconds)
+    found = race(steps, keep=op.stock, mode=mode, seconds=seconds)
     cost, roof = op.cost(**args), ceilings()
     floor = roof.floor_ms(cost, call.grad, call.dtype)
     moved, flops = cost.of(call.grad)
+    del args, steps
     return {
-        "timings": {name: t.as_dict() for name, t in timings.items()},
+        "wrong": wrong_now(op, impls, call, machine.this_machine().device),
+        "timings": {name: t.as_dict() for name, t in found.timings.items()}, "outcome": found.outcome.as_dict(),
         "floor_ms": round(floor, 6), "bound": roof.bound(cost, call.grad, call.dtype), "bytes": moved, "flops": flops,
-    }
+    } | ({"busy": found.busy} if found.busy else {})
 
 
-ANSWERS: dict[str, Callable[..., dict]] = {"verify": answer_verify, "measure": answer_measure}
+def answer_once(call: Call, impl: str) -> dict:
+    """A candidate run once more, for what it leaves behind."""
+    run_once(discover()[call.op], impl, call, machine.this_machine().device)
+    return {}
+
+
+ANSWERS: dict[str, Callable[..., dict]] = {"verify": answer_verify, "measure": answer_measure, "once": answer_once}
 
 
 def _answer(request: dict) -> dict:
     """The answer to a request. What a candidate leaves behind counts if it does so twice: a first use may keep files open."""
-    streams = _streams()
-    for _ in range(2):
-        before = Leftovers.now()
-        answer = _attempt(dict(request))
-        left = Leftovers.now().since(before)
-        if _streams() != streams:
-            return {"error": "closes or replaces the standard streams", "poisoned": True}
-        if "error" in answer or not left:
-            return answer | ({"poisoned": True} if left else {})
-    return {"error": f"leaves {left} after each turn", "poisoned": True}
+    streams, before = _streams(), Leftovers.now()
+    answer = _attempt(dict(request))
+    left = Leftovers.now().since(before)
+    if _streams() != streams:
+        return {"error": "closes or replaces the standard streams", "poisoned": True}
+    if "error" in answer or not left or request["what"] != "verify":
+        return answer | ({"poisoned": True} if "error" in answer and left else {})
+    before = Leftovers.now()
+    once = _attempt(dict(request) | {"what": "once"})
+    if "error" in once or (left := Leftovers.now().since(before)):
+        return {"error": once.get("error") or f"leaves {left} after each turn", "poisoned": True}
+    return answer
 
 
 def _streams() -> list[tuple[int, int] | None]:
@@ -199,6 +209,8 @@ def main() -> None:
         request = json.loads(line)
         number = request.pop("id")
         if request["call"] not in seen:  # another call: guards of the last one's compiled graphs would only slow this one
+            if torch.cuda.is_initialized():
+                torch.cuda.empty_cache()  # for the children beside this one
             if "torch._dynamo" in sys.modules:
                 torch._dynamo.reset()
             seen.append(request["call"])

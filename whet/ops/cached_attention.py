@@ -11,6 +11,7 @@ from whet.ops._cached import check_caches, check_tables, layout_refused, tensors
 from whet.ops._chain import chain
 from whet.ops._gemv import few
 from whet.ops.attention.common import LOG2E
+from whet.values import families
 
 SPAN = 64  # keys taken at a time, one after another within a chunk
 WHOLE = 4  # spans that one program takes alone where there are more than a few sequences: nothing is left to join
@@ -195,4 +196,5 @@ OP = Op(
     dynamic=("B", "S"),
     tiny=dict(B=2, S=64),
     mutates=("k_cache", "v_cache"),
+    hostile=families(("qkv",), ("q_norm", "k_norm"), options={"eps 0.01": dict(eps=1e-2)}, limit=16.0),
 )

@@ -7,6 +7,8 @@ from whet.library import Fused
 from whet.op import DTYPE_NAMES, Cost, Impl, Op, error, floating, lay, layout_of, nbytes, rows, same_device
 from whet.ops import _cross_entropy as kernels
 from whet.ops._rows import KERNEL_DTYPES, unit_rows
+from whet.parts import row_pieces
+from whet.values import Option, families
 
 KINDS = dict(reduction="'none' | 'mean' | 'sum'", softcap="number | None", num_items="number | tensor | None")
 TARGETS = (torch.int64, torch.int32)
@@ -60,6 +62,48 @@ def options_of(target, ignore_index=-100, reduction="mean", label_smoothing=0.0,
     usual = dict(ignore_index=-100, reduction="mean", label_smoothing=0.0, softcap=None)
     case = {k: v for k, v in given.items() if v != usual[k]} | ({} if items is None else dict(num_items=items))
     return case if target.dtype == torch.int64 else case | dict(target_dtype=str(target.dtype).removeprefix("torch."))
+
+
+def targets(change):
+    """The family of other targets: change(target, ignore_index, V) gives them."""
+
+    def family(args):
+        V = args["logits"].shape[-1] if "logits" in args else args["w"].shape[0]
+        new = change(args["target"].clone(), args["ignore_index"], V) if args["target"].numel() else None
+        return None if new is None else args | dict(target=new)
+
+    return family
+
+
+def one_target(target, ignore_index, V):
+    target[:-1] = ignore_index
+    target[-1] = V - 1
+    return target
+
+
+def both_ends(target, ignore_index, V):
+    target[::2], target[1::2] = 0, V - 1
+    return target
+
+
+def loss_pieces(*rows, added=()):
+    """`pieces` of a loss whose rows are independent: a part of a mean divides by the targets of the whole call."""
+    cut = row_pieces(*rows, added=added, along=("target",))
+
+    def pieces(**args):
+        if args["reduction"] == "mean" and args["num_items"] is None:
+            args["num_items"] = int((args["target"] != args["ignore_index"]).sum())
+        yield from cut(**args)
+
+    return pieces
+
+
+HOSTILE = dict(
+    all_targets_ignored=targets(lambda t, ignore_index, V: t.fill_(ignore_index)),
+    one_target=targets(one_target),
+    targets_at_both_ends=targets(both_ends),
+    another_smoothing=Option(dict(label_smoothing=0.3)), another_softcap=Option(dict(softcap=2.5)),
+)
 
 
 def case_of(logits, target, **options):
@@ -204,5 +248,7 @@ OP = Op(
     },
     dynamic=("M",),
     tiny=dict(M=16, V=300),
+    hostile=families(("logits",), limit=2.0**12, **HOSTILE),
+    pieces=loss_pieces("logits"),
     kinds=KINDS,
 )

@@ -7,6 +7,7 @@ from whet.library import Forward
 from whet.op import Cost, Impl, Op, error, lay, layout_of, nbytes
 from whet.ops._gemv import PRODUCT_LIMITS, check_product, multiply, product_refused
 from whet.ops._weights import dense, quant_of, random_weight
+from whet.values import families
 
 
 def reference(x, res, w, scale=None, bias=None):
@@ -83,4 +84,5 @@ OP = Op(
     },
     dynamic=("M",),
     tiny=dict(N=8),
+    hostile=families(("x", "res"), ("bias",), limit=2.0**20),
 )

@@ -10,6 +10,7 @@ from whet.ops._cached import check_caches, check_tables, layout_refused, tensors
 from whet.ops._rows import cdiv, power_of_two
 from whet.ops.rms_norm import reference as rms_norm
 from whet.ops.rope import reference as rope
+from whet.values import families
 
 
 def reference(qkv, k_cache, v_cache, cos, sin, start=0, q_norm=None, k_norm=None, eps=1e-6):
@@ -189,4 +190,5 @@ OP = Op(
     },
     dynamic=("T",),
     tiny=dict(T=3, S=8, start=2, H=4, KV=2),
+    hostile=families(("qkv",), ("q_norm", "k_norm"), options={"eps 0.01": dict(eps=1e-2)}),
 )

@@ -203,25 +203,30 @@ def cost(q, k, v, causal=None, window=None, scale=None, return_lse=False, precis
     )
 
 
-def proof(case):
+def smaller(case, most):
+    """As `proof`, for so many elements: their lengths squared are scores."""
+    return proof(case, most // 4)
+
+
+def proof(case, provable=PROVABLE):
     """The case with both lengths cut in proportion until the oracle's scores fit, then the batch.
 
     Their remainders modulo ROWS and which of them is longer stay; so does whether the blocks of keys are so few that the
     backward splits the queries among them, which is another kernel, where five times as many scores allow it. A window
     stays, unless it would then hold every key, which it did not: it is cut likewise.
     """
-    small, share, most = dict(case), 1.0, PROVABLE
+    small, share, most = dict(case), 1.0, provable
     while _scores(small) > most and share > 2**-40:
         share *= 0.9
         Lq, Lk = _cut(case["Lq"], share), _cut(case["Lk"], share)
         if (Lq < Lk) != (case["Lq"] < case["Lk"]) or (Lq > Lk) != (case["Lq"] > case["Lk"]):
             Lq, Lk = (Lq + ROWS, Lk) if case["Lq"] > case["Lk"] else (Lq, Lk + ROWS)
-        if _blocks(small) == _blocks(case) != _blocks(small | dict(Lk=Lk)) and _scores(small) <= 5 * PROVABLE:
-            most = 5 * PROVABLE
+        if _blocks(small) == _blocks(case) != _blocks(small | dict(Lk=Lk)) and _scores(small) <= 5 * provable:
+            most = 5 * provable
         else:
             small |= dict(Lq=Lq, Lk=Lk)
     if _scores(small) > most:
-        small["B"] = max(1, case["B"] * PROVABLE // _scores(small))
+        small["B"] = max(1, case["B"] * provable // _scores(small))
     if (window := case.get("window")) is not None and small["Lk"] <= window < case["Lk"]:
         small["window"] = max(1, min(_cut(window, share), small["Lk"] - 1))
     return small
