@@ -12,7 +12,7 @@ from dataclasses import asdict
 import torch
 
 from whet.measure import now
-from whet.op import DTYPES, Call, discover
+from whet.op import DTYPES, Call, base, discover
 from whet.tune import LIMIT_S, VERIFIERS
 from whet.worker import Lost, Worker
 
@@ -45,14 +45,7 @@ def prove_all(
 
     impls, without   only these impls, or all but these
     """
-    ops, interpret = discover(), not torch.cuda.is_available()
-    wanted, left_out = set(impls), set(without)
-    todo: collections.deque = collections.deque()
-    for call in calls:
-        op = ops[call.op]
-        for name in op.candidates(op.inputs(dtype=DTYPES[call.dtype], device="meta", **call.case)):
-            if name.partition("@")[0] not in left_out and (not wanted or name.partition("@")[0] in wanted):
-                todo.append((call, name))
+    interpret, todo = not torch.cuda.is_available(), _candidates(calls, set(impls), set(without))
     rows: list[dict] = []
     again: collections.deque = collections.deque()  # what failed beside others, maybe for memory, gets a turn alone
     total = len(todo)
@@ -85,6 +78,16 @@ def prove_all(
     if again:
         work(again, False)
     return sorted(rows, key=lambda r: (r["op"], r["dtype"], str(r["case"]), r["impl"]))
+
+
+def _candidates(calls: list[Call], wanted: set[str], left_out: set[str]) -> collections.deque:
+    """(call, candidate) pairs: all, or those of the impls that are wanted and not left out."""
+    ops, found = discover(), []
+    for call in calls:
+        op = ops[call.op]
+        names = op.candidates(op.inputs(dtype=DTYPES[call.dtype], device="meta", **call.case))
+        found += [(call, n) for n in names if base(n) not in left_out and (not wanted or base(n) in wanted)]
+    return collections.deque(found)
 
 
 def row(call: Call, name: str, answer: dict, seconds: float) -> dict:

@@ -163,6 +163,9 @@ def evaluate(
     leaves |= {k: own(leaves[k]) for k in op.mutates}
     with torch.inference_mode(False), torch.set_grad_enabled(grad):
         outs = as_tuple(run(**leaves))
+        if torch.is_grad_enabled() != grad or torch.is_inference_mode_enabled():
+            mode = "inference mode" if torch.is_inference_mode_enabled() else "grad mode"
+            raise Violation(f"leaves {mode} changed")
         for i, o in enumerate(outs):
             if not isinstance(o, torch.Tensor):
                 raise Violation(f"output {i} must be a tensor, got {type(o).__name__}")

@@ -128,6 +128,7 @@ def answer_once(call: Call, impl: str) -> dict:
 
 
 ANSWERS: dict[str, Callable[..., dict]] = {"verify": answer_verify, "measure": answer_measure, "once": answer_once}
+AGAIN = {"verify": "once"}  # what is asked the second time in place of it, where that is enough to see what is left behind
 
 
 def _answer(request: dict) -> dict:
@@ -137,10 +138,10 @@ def _answer(request: dict) -> dict:
     left = Leftovers.now().since(before)
     if _streams() != streams:
         return {"error": "closes or replaces the standard streams", "poisoned": True}
-    if "error" in answer or not left or request["what"] != "verify":
+    if "error" in answer or not left or request["what"] == "measure":
         return answer | ({"poisoned": True} if "error" in answer and left else {})
     before = Leftovers.now()
-    once = _attempt(dict(request) | {"what": "once"})
+    once = _attempt(dict(request) | {"what": AGAIN.get(request["what"], request["what"])})
     if "error" in once or (left := Leftovers.now().since(before)):
         return {"error": once.get("error") or f"leaves {left} after each turn", "poisoned": True}
     return answer
