@@ -219,15 +219,24 @@ class Ceilings:
         return cost.of(backward)[0] / (self.copy_gbs * 1e9), compute / 1e12
 
 
+def _ceilings_path() -> Path:
+    return machine.cache_dir() / f"ceilings-{re.sub(r'[^A-Za-z0-9.+]+', '-', machine.this_machine().key)}.json"
+
+
+def known_ceilings() -> Ceilings | None:
+    """What the cache has of this GPU and these versions; None where nothing was measured yet. Measures nothing."""
+    with contextlib.suppress(OSError, ValueError, KeyError, TypeError):
+        known = Ceilings(**json.loads(_ceilings_path().read_text()))
+        if all(rate > 0 for rate in (known.copy_gbs, known.tflops["float32"], *known.tflops.values())):
+            return known
+    return None
+
+
 def ceilings(again: bool = False) -> Ceilings:
     """Measured once per GPU and versions, then read from the cache."""
-    path = machine.cache_dir() / f"ceilings-{re.sub(r'[^A-Za-z0-9.+]+', '-', machine.this_machine().key)}.json"
-    if not again:
-        with contextlib.suppress(OSError, ValueError, KeyError, TypeError):
-            known = Ceilings(**json.loads(path.read_text()))
-            if all(rate > 0 for rate in (known.copy_gbs, known.tflops["float32"], *known.tflops.values())):
-                return known
-    found = _measure_ceilings()
+    if not again and (known := known_ceilings()) is not None:
+        return known
+    found, path = _measure_ceilings(), _ceilings_path()
     with contextlib.suppress(OSError):  # a read-only home costs the cache, not the run
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(json.dumps(asdict(found)))

@@ -230,6 +230,16 @@ def save_plans(lock: Lock, target: str, result: dict) -> None:
     lock.save()
 
 
+def decoders_of(lock: Lock) -> dict[str, dict]:
+    """The verdicts on decode kernels, by what they hold for."""
+    return lock.decoders if hasattr(lock, "decoders") else lock.mine.setdefault("decoders", {})
+
+
+def save_decoder(lock: Lock, key: str, verdict: dict) -> None:
+    decoders_of(lock)[key] = verdict
+    lock.save()
+
+
 def _distributed() -> bool:
     return torch.distributed.is_available() and torch.distributed.is_initialized()
 
