@@ -160,7 +160,8 @@ def test_what_is_proved_covers_the_batches_and_contexts_that_choose_other_kernel
     assert {(1, 256), (1, 1024), (1, 16384), (2, 256), (4, 256), (8, 256), (8, 1024)} <= steps
     assert {p.kind for p in found} == {"step", "head", "prefill", "decode"}
     assert {p.dtype for p in found if p.kind == "step"} == {"bfloat16", "float32"}
-    assert {2048} <= {p.context for p in found if p.kind == "prefill"}  # behind a whole chunk
+    assert {p.context for p in found if p.kind == "prefill"} == {2048}  # behind a whole chunk, and all before
+    assert {p.context for p in proof.parts(TINY, "fp32", "graph") if p.kind in ("step", "decode")} == {66}
     drafted = proof.parts(wide, "bf16", "graph", 1, drafts=True)
     assert not any(p.tokens > 1 for p in found) and any(p.tokens == 8 for p in drafted)
     assert [p.kind for p in proof.parts(wide, "int4", "persistent")] == ["persistent"]

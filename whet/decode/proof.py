@@ -61,7 +61,7 @@ class Part:
 
     @property
     def name(self) -> str:
-        sizes = {"head": f"{self.rows} rows", "prefill": f"after {self.context} tokens"}
+        sizes = {"head": f"{self.rows} rows", "prefill": f"up to {self.context} tokens before it"}
         several = f" of {self.tokens} tokens" if self.kind == "step" and self.tokens > 1 else ""
         default = f"{self.rows} {'rows' if self.rows > 1 else 'row'}{several}, context {self.context}"
         return f"{self.kind}, {sizes.get(self.kind, default)}, {self.dtype}"
@@ -76,7 +76,7 @@ def parts(c: Config, fmt: str, path: str, rows: int = 1, drafts: bool = False, d
     """What is to be proved, the longest to compile first. drafts: steps of several tokens too, as speculation takes them."""
     check(fmt, path, rows)
     own = DTYPE_NAMES[dtype or FORMATS[fmt][0]]
-    contexts = [n for n in CONTEXTS if n <= c.max_positions] or [c.max_positions]
+    contexts = sorted({min(n, c.max_positions) for n in CONTEXTS})
     if path == "persistent":
         return [Part("persistent", own, context=contexts[-1])]  # one: it is compiled once
     found: list[Part] = []
@@ -84,9 +84,9 @@ def parts(c: Config, fmt: str, path: str, rows: int = 1, drafts: bool = False, d
         short = contexts[:2] if name == own else contexts[:1]
         found += [Part("step", name, rows=1, context=n) for n in (contexts if name == own else short)]
         found += [Part("step", name, rows=B, context=n) for B in buckets(rows)[1:] for n in short]
-        found += [Part("step", name, context=short[0], tokens=MOST)] if drafts else []
+        found += [Part("step", name, context=short[-1], tokens=MOST)] if drafts else []
         found += [Part("head", name, rows=B) for B in buckets(rows)]
-        found += [Part("prefill", name, context=n) for n in PREFIXES if n + max(CHUNKS) <= c.max_positions or n == 0]
+        found.append(Part("prefill", name, context=max(n for n in PREFIXES if n == 0 or n + max(CHUNKS) <= c.max_positions)))
     return found + [Part("decode", own, rows=B, context=contexts[:2][-1]) for B in buckets(rows)]
 
 
@@ -193,11 +193,11 @@ def step_verdict(c: Config, quant: str | None, part: Part, device: str, family: 
 
 
 def prefill_verdict(c: Config, quant: str | None, part: Part, device: str, family: str) -> Verdict:
-    """Each op of a chunk of a prompt behind part.context tokens, in the second row of a cache."""
+    """Each op of a chunk of a prompt behind up to part.context tokens, in the second row of a cache."""
     model = dressed(few_layers(c, 2), family, DTYPES[part.dtype], device, quant)
-    start = part.context if part.context in PREFIXES else 0
+    cases = [(0, T) for T in CHUNKS] + [(start, CHUNKS[0]) for start in PREFIXES if 0 < start <= part.context]
     with proving(model) as found:
-        for T in CHUNKS if start == 0 else CHUNKS[:1]:
+        for start, T in cases:
             T = min(T, c.max_positions - start)
             kv = [t[:, 1:] for t in caches(model, [1, start], start + T + 3, family)]
             at = torch.tensor([start], device=model.embed.device)
@@ -239,8 +239,9 @@ def head_verdict(c: Config, quant: str | None, part: Part, device: str, family: 
 
 def pointing(model: Qwen3, places: Sequence[int], family: str) -> torch.Tensor:
     """Hidden states whose norm lies along the head's rows at these places, with some noise."""
-    w, at = model.head, torch.tensor(places, device=model.embed.device)
-    rows = dense(w.data[at], None if w.scale is None else w.scale[at], torch.float32)
+    w = model.head
+    each = [(w.data[p : p + 1], None if w.scale is None else w.scale[p : p + 1]) for p in places]
+    rows = torch.cat([dense(data, scale, torch.float32) for data, scale in each])
     norm = model.norm.float()
     safe = torch.where(norm.abs() < 0.1, torch.inf, norm)
     generator = torch.Generator(rows.device).manual_seed(5)

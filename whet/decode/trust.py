@@ -26,7 +26,7 @@ from whet.tune import decoders_of, save_decoder
 from whet.worker import Lost, Worker
 
 LIMIT_S = 120.0  # a part that takes longer to compile and run is given up
-CHILDREN = 4  # side by side at most: most of the time goes into compiling, which is the host's work
+CHILDREN = 6  # side by side at most: most of the time goes into compiling, which is the host's work
 CHILD = str(Path(__file__).with_name("child.py"))
 PASSING = "out of memory"  # a reason that need not hold the next time: such a verdict is not kept
 USED = (  # the ops of a model that decodes: of a step, then of a prompt
