@@ -3,7 +3,7 @@ PYTHON ?= python3
 VENV   ?= .venv
 BIN    := $(VENV)/bin
 
-.PHONY: run test check gpu-test records smollm2 setup clean
+.PHONY: run test check gpu-test mutants records smollm2 setup clean
 
 run: setup
 	@echo "optimizing tiny-llama:small; about three minutes on two CPU cores, progress is shown on a terminal"
@@ -17,8 +17,14 @@ check: setup
 	$(BIN)/mypy
 	$(BIN)/python -m pytest tests/test_house.py
 
+# What passed, failed and was skipped goes on record. In parts: make gpu-test ONLY="tests/test_gpu_ops.py -k norm_rope"; parts
+# run at one commit add up.
 gpu-test: setup
-	$(BIN)/python -m pytest -m gpu
+	$(BIN)/python -m pytest -m gpu --record records/gpu-tests.json $(ONLY)
+
+# Every mutant offered to the verifier, and a record of which wall stopped which: a quarter of an hour on two cores.
+mutants: setup
+	$(BIN)/python tests/mutants/run.py --record
 
 # On a GPU: measure what README publishes, then render it.
 records: setup

@@ -15,6 +15,7 @@ if not torch.cuda.is_available():
     os.environ["TRITON_INTERPRET"] = "1"
 
 import pytest  # noqa: E402
+from recording import pytest_addoption, pytest_configure  # noqa: E402, F401
 
 from whet.op import DTYPES, Op, discover, tensors  # noqa: E402
 

@@ -10,7 +10,6 @@ from whet.decode.engine import LLM
 from whet.decode.proof import verify_shape
 from whet.lock import Lock
 from whet.models.qwen3 import SIZES, random_weights
-from whet.tune import decoders_of
 
 
 @pytest.fixture(autouse=True)
@@ -68,7 +67,7 @@ def test_on_a_gpu_verifying_takes_seconds_and_the_second_start_none(capsys):
     model = random_weights(WIDE, device="cuda", dtype=torch.bfloat16).requires_grad_(False)
     llm = LLM.of(model, max_batch=1)
     assert llm.trust.kernels and not llm.trust.why
-    took = {key.split()[0]: verdict["s"] for key, verdict in decoders_of(Lock.read()).items()}
+    took = {key.split()[0]: verdict["s"] for key, verdict in Lock.read().decoders.items()}
     with capsys.disabled():
         print(f"\nverified, process start and compiling included: {took} s")
     assert max(took.values()) < 60

@@ -19,7 +19,7 @@ from whet.decode.engine import LLM
 from whet.decode.request import Completion
 from whet.lock import Lock
 from whet.models.qwen3 import random_weights
-from whet.tune import decoders_of, save_decoder
+from whet.tune import save_decoder
 
 
 @pytest.fixture(autouse=True)
@@ -63,7 +63,7 @@ def test_right_kernels_are_verified_once_and_found_in_the_lock(capsys):
     llm = LLM.of(tiny_model(), Letters())
     assert llm.trust.kernels and llm.model.ops.default == "triton" and Inside.asked == ["step"]
     assert "verifying the decode kernels for this model on this GPU, once" in capsys.readouterr().err
-    (verdict,) = decoders_of(Lock.read()).values()
+    (verdict,) = Lock.read().decoders.values()
     assert verdict["ok"] and verdict["why"] == "" and 0 < verdict["share"] < 1
     again = LLM.of(tiny_model(), Letters())
     assert again.trust.kernels and Inside.asked == ["step"] and capsys.readouterr().err == ""
@@ -117,14 +117,14 @@ def test_verification_can_be_left_out(monkeypatch, capsys):
     plant(monkeypatch, "cached_attention", first_head_scaled)
     llm = LLM.of(tiny_model(), Letters(), verify=False)
     assert llm.trust.kernels and llm.model.ops.default == "triton"
-    assert Inside.asked == [] and capsys.readouterr().err == "" and not decoders_of(Lock.read())
+    assert Inside.asked == [] and capsys.readouterr().err == "" and not Lock.read().decoders
 
 
 @pytest.mark.usefixtures("as_on_a_gpu")
 def test_a_verdict_for_want_of_memory_is_not_kept():
     Inside.said = {"error": "out of memory: tried to allocate 1 EiB"}
     llm = LLM.of(tiny_model(), Letters())
-    assert not llm.trust.kernels and "out of memory" in llm.trust.why[0] and not decoders_of(Lock.read())
+    assert not llm.trust.kernels and "out of memory" in llm.trust.why[0] and not Lock.read().decoders
     Inside.said = {"ok": True, "share": 0.5, "why": ""}
     assert LLM.of(tiny_model(), Letters()).trust.kernels
 
@@ -137,7 +137,7 @@ def test_a_kernel_that_ends_the_process_costs_only_the_kernels(monkeypatch, caps
     llm = LLM.of(tiny_model(), Letters())
     assert not llm.trust.kernels and "the process died" in capsys.readouterr().err
     assert len(llm.generate([1, 2, 3], max_new_tokens=2).tokens) == 2
-    (verdict,) = decoders_of(Lock.read()).values()
+    (verdict,) = Lock.read().decoders.values()
     assert not verdict["ok"] and "the process died" in verdict["why"]
 
 
@@ -165,7 +165,7 @@ def test_the_floor_is_not_measured_for_a_completion(monkeypatch, tmp_path):
 def test_a_verdict_is_saved_for_this_machine_alone(tmp_path, monkeypatch):
     path = tmp_path / "some.lock"
     save_decoder(Lock.read(path), "a key", {"ok": True, "why": ""})
-    assert decoders_of(Lock.read(path)) == {"a key": {"ok": True, "why": ""}}
+    assert Lock.read(path).decoders == {"a key": {"ok": True, "why": ""}}
     other = dataclasses.replace(machine.this_machine(), name="Another GPU")
     monkeypatch.setattr(machine, "this_machine", lambda: other)
-    assert decoders_of(Lock.read(path)) == {}
+    assert Lock.read(path).decoders == {}

@@ -11,6 +11,9 @@ from typing import Any
 
 import torch
 
+from whet.interpret import mend
+
+mend()
 LIB = torch.library.Library("whet", "FRAGMENT")  # noqa: TOR901
 
 

@@ -100,11 +100,16 @@ def check(fmt: str, path: str, rows: int) -> None:
 
 
 def verify_shape(
-    config: Config, path: str = "graph", fmt: str = "bf16", device: str = "cuda", *, rows: int = 8, drafts: bool = False,
+    config: Config, path: str = "graph", fmt: str | None = None, device: str = "cuda", *, rows: int = 8, drafts: bool = False,
     dtype: torch.dtype | None = None, only: Callable[[Part], bool] = lambda part: True,
 ) -> Verdict:
-    """The whole proof in this process. The first part that fails ends it; why names the part, the op and the error."""
-    tightest = Verdict(True, 0.0)
+    """The whole proof in this process. The first part that fails ends it; why names the part, the op and the error.
+
+    fmt    one of FORMATS; None: weights that are not quantised, in bfloat16
+    dtype  of all but quantised weights, where it is not the format's own
+    only   which parts to prove
+    """
+    fmt, tightest = fmt or "bf16", Verdict(True, 0.0)
     for part in parts(config, fmt, path, rows, drafts, dtype):
         if only(part):
             verdict = prove(config, fmt, part, device)
@@ -137,8 +142,9 @@ class Proving:
     So a fault is seen where it is, and not in what later ops made of it.
     """
 
-    def __init__(self):
-        self.tightest = Verdict(True, 0.0)
+    def __init__(self, average: bool):
+        """average: whether values are ordinary ones, whose rounding errors average out."""
+        self.average, self.tightest = average, Verdict(True, 0.0)
         self.seen: set[str] = set()
 
     def __getattr__(self, name: str) -> Callable:
@@ -149,7 +155,7 @@ class Proving:
     def call(self, op: Op, *args, **options):
         bound = op.bind(args, options)
         if op.why_not("triton", bound) is None:
-            verdict = verify(op, op.candidate("triton"), bound, grad=False)
+            verdict = verify(op, op.candidate("triton"), bound, grad=False, average=self.average)
             if not verdict.ok:
                 raise Rejected(f"{op.name}: {verdict.why}")
             self.tightest = max(self.tightest, verdict, key=lambda v: v.share)
@@ -158,8 +164,8 @@ class Proving:
 
 
 @contextlib.contextmanager
-def proving(model: Qwen3) -> Iterator[Proving]:
-    before, found = model.ops, Proving()
+def proving(model: Qwen3, family: str) -> Iterator[Proving]:
+    before, found = model.ops, Proving(family == "plain")
     model.ops = found  # type: ignore[assignment]
     try:
         yield found
@@ -184,7 +190,7 @@ def positions(rows: int, last: int) -> list[list[int]]:
 def step_verdict(c: Config, quant: str | None, part: Part, device: str, family: str) -> Verdict:
     """Each op of a step, on what the formulas of the ops before give it."""
     model = dressed(few_layers(c, 1), family, DTYPES[part.dtype], device, quant)
-    with proving(model) as found, chained(), alike() if part.tokens > 1 else contextlib.nullcontext():
+    with proving(model, family) as found, chained(), alike() if part.tokens > 1 else contextlib.nullcontext():
         for olds in positions(part.rows, part.context - part.tokens):
             kv = caches(model, olds, part.context, family)
             at = torch.tensor(olds, device=model.embed.device)
@@ -196,7 +202,7 @@ def prefill_verdict(c: Config, quant: str | None, part: Part, device: str, famil
     """Each op of a chunk of a prompt behind up to part.context tokens, in the second row of a cache."""
     model = dressed(few_layers(c, 2), family, DTYPES[part.dtype], device, quant)
     cases = [(0, T) for T in CHUNKS] + [(start, CHUNKS[0]) for start in PREFIXES if 0 < start <= part.context]
-    with proving(model) as found:
+    with proving(model, family) as found:
         for start, T in cases:
             T = min(T, c.max_positions - start)
             kv = [t[:, 1:] for t in caches(model, [1, start], start + T + 3, family)]

@@ -22,7 +22,7 @@ from whet.lock import Lock, lock_path, say
 from whet.models.qwen3 import Config, Qwen3, kernels
 from whet.op import DTYPE_NAMES, discover
 from whet.ops._weights import quant_of
-from whet.tune import decoders_of, save_decoder
+from whet.tune import save_decoder
 from whet.worker import Lost, Worker
 
 LIMIT_S = 120.0  # a part that takes longer to compile and run is given up
@@ -33,7 +33,10 @@ USED = (  # the ops of a model that decodes: of a step, then of a prompt
     "norm_linear", "cached_attention", "linear_add", "norm_swiglu", "norm_argmax", "norm_rope", "rms_norm", "add_rms_norm",
     "swiglu", "attention", "rope",
 )
-RUN = ("runner", "chunks", "note", "persistent", "nvrtc", "proof", "hostile", "decoded", "lean")  # modules of whet.decode
+RUN = (  # what runs them, and what verifies them
+    "models/qwen3", "decode/runner", "decode/chunks", "decode/note", "decode/persistent", "decode/nvrtc", "decode/proof",
+    "decode/hostile", "decode/decoded", "decode/lean", "verify", "judge",
+)
 INSTEAD = {"graph": "decoding by stock calls, slower", "persistent": "one sequence is decoded without the persistent kernel"}
 Progress = Callable[[str, int, int], None]
 
@@ -56,7 +59,7 @@ def hash_of(root: Path) -> str:
     """Of all that is verified, in whet's folder, and of what verifies it: after an edit everything is verified again."""
     unused = {name for name in discover() if name not in USED}
     ops = [p for p in (root / "ops").rglob("*.py") if p.relative_to(root / "ops").parts[0].removesuffix(".py") not in unused]
-    others = [root / "decode" / f"{name}.py" for name in RUN] + [root / "verify.py", root / "models" / "qwen3.py"]
+    others = [root / f"{name}.py" for name in RUN]
     files = sorted({*ops, *others, *(root / "decode" / "cuda").glob("*.cu")})
     return hashlib.sha256(b"\0".join(f.name.encode() + b"\0" + f.read_bytes() for f in files)).hexdigest()[:16]
 
@@ -150,7 +153,7 @@ def wanted(model: Qwen3) -> bool:
 
 def unseen() -> bool:
     """Whether nothing was ever verified here with these sources: then a child can be started before a model is opened."""
-    return not any(key.endswith(f"sources={sources()}") for key in decoders_of(Lock.read()))
+    return not any(key.endswith(f"sources={sources()}") for key in Lock.read().decoders)
 
 
 def trusted(
@@ -183,7 +186,7 @@ def verdicts(model: Qwen3, asked: dict[str, int], drafts: bool, progress: Progre
     c, fmt, dtype = model.c, format_of(model), model.embed.dtype
     of_graph = {p: drafts and p == "graph" for p in asked}
     keys = {p: key_of(c, fmt, DTYPE_NAMES[dtype], p, n, of_graph[p]) for p, n in asked.items()}
-    kept = decoders_of(Lock.read())
+    kept = Lock.read().decoders
     found: dict[str, dict] = {p: kept[key] for p, key in keys.items() if key in kept}
     missing = {p: proof.parts(c, fmt, p, n, of_graph[p], dtype) for p, n in asked.items() if p not in found}
     if not missing:

@@ -238,7 +238,7 @@ IMPLS = {
     "triton": Impl(
         runner(TWO_PASS, "triton", refuses), refuses, needs="triton", tiles=tiles, limits=("precision='fp8'", *LIMITS),
         spills="float32, whose products take three times the operands; head size 256; and a few bytes where a tile is held to "
-        "168 registers",
+        "168 registers, or the Gluon backward has a window",
     ),
     "triton_fused_bwd": Impl(
         runner(ONE_PASS, "triton_fused_bwd", fused_refuses), fused_refuses, needs="triton",
