@@ -39,7 +39,9 @@ def held_to_the_formula(args: dict, impl: str) -> None:
 
 
 @pytest.mark.parametrize("span", [SPANS[0], SPANS[2]], ids=case_id)
-@pytest.mark.parametrize("sizes, impl, dtype", [*((TILES, *kernel) for kernel in KERNELS), (ONE_TILE, "triton", "bfloat16")], ids=named)
+@pytest.mark.parametrize(
+    "sizes, impl, dtype", [*((TILES, *kernel) for kernel in KERNELS), (ONE_TILE, "triton", "bfloat16")], ids=named
+)
 def test_a_nan_in_one_query_makes_no_row_of_a_gradient_nan_that_the_formula_does_not(span, sizes, impl, dtype, device):
     precision = "fp8" if impl == "triton_fp8" else None
     args = OP.inputs(DTYPES[dtype], device, **sizes, **span, precision=precision)

@@ -10,7 +10,7 @@ from pathlib import Path
 import planted_bad
 import pytest
 import torch
-from conftest import without
+from conftest import every_op, first_case, without
 
 import whet.worker
 from whet.child import Child, Lost
@@ -18,6 +18,7 @@ from whet.isolation import SETTINGS, UNREADABLE, Leftovers, isolated
 from whet.lock import Lock
 from whet.op import Call, discover
 from whet.tune import tune
+from whet.verify import verify_case
 from whet.worker import well_formed
 
 OP = discover()["rms_norm"]
@@ -91,7 +92,8 @@ def running(pid: int) -> bool:
 DEAD = {
     "segfault": "signal 11", "exit": "exit 0", "forks and crashes": "signal 6", "prints and dies": "(exit 3): and the last",
     "close": "closed the pipe", "close all": "closed the pipe", "endless line": "without an end",
-    "many lines": "something else", "garbage": "something else", "brackets": "something else", "list": "something else", "another id": "something else",
+    "many lines": "something else", "garbage": "something else", "brackets": "something else",
+    "list": "something else", "another id": "something else",
 }
 
 
@@ -232,3 +234,17 @@ def test_isolation_costs_well_under_a_millisecond():
             pass
 
     assert min(timeit.repeat(once, number=1, repeat=200)) < 1e-3
+
+
+@pytest.mark.parametrize("op", every_op())
+def test_no_impl_leaves_its_process_changed(op, device):
+    """On the CPU without the compiled formula, which a C++ compiler would have to make."""
+    here = [name for name in op.impls if op.unavailable(name) is None and (name != "compile" or device == "cuda")]
+    case = first_case(op)
+    for name in here:
+        with isolated():
+            verify_case(op, name, case, "bfloat16", device)
+        before = Leftovers.now()
+        with isolated() as changed:
+            verify_case(op, name, case, "bfloat16", device)
+        assert (changed, Leftovers.now().since(before)) == ([], ""), name

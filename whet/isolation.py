@@ -167,6 +167,7 @@ def isolated() -> Iterator[list[str]]:
         try:
             yield changed
         finally:
+            warnings.simplefilter("ignore")  # one that a candidate made an error must not stop what follows
             found = [setting.name for setting, value in before if setting.restore(value)]
             found += ["inference mode"] * (torch.is_inference_mode_enabled() != inference)
             found += ["autocast"] * _unnest(nesting)
@@ -211,7 +212,7 @@ DESCRIPTORS = 32  # a first use may open some for good: a cache, a device, a log
 
 @dataclass(frozen=True)
 class Leftovers:
-    """What a process holds that outlives a call: open files, processes that it started, threads."""
+    """What a process holds that outlives a call: open files, processes that it started, threads that it would wait for."""
 
     descriptors: int
     processes: int
@@ -219,7 +220,7 @@ class Leftovers:
 
     @classmethod
     def now(cls) -> "Leftovers":
-        return cls(_descriptors(), len(descendants(os.getpid())), threading.active_count())
+        return cls(_descriptors(), len(descendants(os.getpid())), sum(not t.daemon for t in threading.enumerate()))
 
     def since(self, before: "Leftovers") -> str:
         """What there is more of than before, in words; "" where that is nothing, or too few files to be a leak."""

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 import torch
 
 VALUE_FACTOR, GRAD_FACTOR = 2.0, 3.0
-SHARE, AXIS_SHARE = 1 / 8, 1.0  # of half a rounding step, that the slope of a right kernel may lie beyond eager's: over
+SHARE, AXIS_SHARE = 1 / 2, 1.0  # of half a rounding step, that the slope of a right kernel may lie beyond eager's: over
 # everything, and at one index of an axis, where a factor that is rounded first (a norm's weight) meets the same few bits again
 CHANCE = 1e-9  # how often a test of slopes may reject by chance
 FEWEST = 64  # values of a group without which a slope says nothing

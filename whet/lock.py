@@ -116,7 +116,7 @@ def usable(candidate: dict) -> bool:
 
 def edited(entry: dict, name: str) -> bool:
     """Whether a candidate was proved from another source than the one that is here."""
-    op, proved = discover().get(entry["call"]["op"]), entry["candidates"].get(name, {}).get("source")
+    op, proved = discover().get(entry["call"].get("op")), entry["candidates"].get(name, {}).get("source")
     return proved is not None and op is not None and base(name) in op.impls and proved != fingerprint(op, name)
 
 

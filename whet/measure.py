@@ -32,8 +32,9 @@ SCREEN = 0.4  # of the time given: as long as all candidates of a race run
 SCREEN_ROUNDS = 100  # and at most so many rounds
 EARLY_LOOKS = (3, 5)  # rounds after which those that are slower by a wide margin need run no more
 LIMIT = 4.0  # times the time given: when a race that is not settled ends,
-LATE_ROUNDS, LIMIT_S = 50, 30.0  # but not before so many rounds or seconds,
+LATE_ROUNDS, LIMIT_S = 80, 60.0  # but not before so many rounds or seconds,
 MOST_ROUNDS = 400  # and never after so many rounds
+LEAST_MS = 1e-6  # what a run takes at least, so that ratios of times have a meaning whatever the clock's steps
 SLEEP_CYCLES = 2_000_000  # about a millisecond
 
 
@@ -74,7 +75,8 @@ class Turns:
             self.order.reverse()
         for name in self.order:
             if name in names:
-                self.samples[name].append(self.once[name]())
+                ms, host = self.once[name]()
+                self.samples[name].append((max(ms, LEAST_MS), host))
         self.rounds += 1
 
     def times(self) -> dict[str, list[float]]:
@@ -201,6 +203,7 @@ class Graph:
                 run()
         torch.cuda.current_stream().wait_stream(stream)
         torch.cuda.synchronize()
+        self.run = run  # what it reads must live as long as it may be replayed
         self.graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(self.graph, pool=None if beside is None else beside.graph.pool()):
             self.out = run()

@@ -21,7 +21,7 @@ from whet import machine
 from whet.judge import Verdict, usual_errors
 from whet.op import DTYPES, Call, Op, base, lay, tensors
 from whet.values import POISONED, UNDEFINED, Option
-from whet.verify import Evidence, Use, Violation, evaluate, evidence, unchanged, verify
+from whet.verify import Evidence, Use, Violation, evaluate, evidence, leaf_copies, unchanged, verify
 from whet.whole import verify_whole
 
 FEW, FEW_INTERPRETED = 2**21, 2**14  # elements of the arguments on which hostile values and uses are tried
@@ -131,8 +131,8 @@ class Proof:
         held = self.evidence(made, args, like or use)
         if sliced:
             args = args | {sliced: lay(args[sliced], "sliced")}
-            if self.op.misfits(base(self.name), args):
-                return None
+        if self.op.misfits(base(self.name), leaf_copies(self.op, args, use.grad, use.wanted)[0]):
+            return None
         step = COARSE_TWIN if self.impl.misses and made.dtype == "float32" and self.device == "cuda" else None
         average = not made.family and all(owns_its_elements(t) for t in tensors(args))
         leaks = "poisoned" if made.family in POISONED else "undefined" if made.family == UNDEFINED else ""
@@ -192,6 +192,8 @@ class Proof:
                 yield f"upstream gradient {layout}", partial(self.verify, made, use, like=like)
         args = self.args(made)
         outs = len([k for k in self.evidence(made, args, usual).oracle if k.startswith("output")]) if args else 0
+        if outs > 1 and not self.impl.beware:
+            yield "upstream gradients unlike", partial(self.verify, made, replace(usual, layout="unlike"), like=usual)
         for i in range(outs if outs > 1 else 0):
             yield f"output {i} alone", partial(self.verify, made, replace(usual, outputs=(i,)))
 
@@ -203,13 +205,18 @@ class Proof:
                 yield words + where, partial(self.verify, Made(tuple(case.items()), dtype))
 
     def repeat(self) -> Verdict | None:
-        """The call twice, then with other values in the same memory, then as at first."""
+        """The call twice, then with another between its forward and its backward, then with other values in the same memory,
+        then as at first."""
         made = Made(self.case, self.call.dtype)
         args, use = self.args(made), Use(self.call.grad)
         other = self.args(replace(made, seed=7))
         if args is None or other is None:
             return None
         first, second = (self.run(args, use) for _ in range(2))
+        held = self.evidence(made, args, use)
+        verdict = verify(self.op, self.impl, args, use=use, held=held, between=lambda: self.run(other, use))
+        if not verdict.ok:
+            return replace(verdict, why=f"another call before its backward: {verdict.why}")
         before = {k: t.clone() for k, t in args.items() if isinstance(t, torch.Tensor) and owns_its_elements(t)}
         for k in before:
             args[k].copy_(other[k])
@@ -218,7 +225,7 @@ class Proof:
             return replace(verdict, why=f"inputs overwritten in place: {verdict.why}")
         for k, t in before.items():
             args[k].copy_(t)
-        verdict = verify(self.op, self.impl, args, use=use, held=self.evidence(made, args, use))
+        verdict = verify(self.op, self.impl, args, use=use, held=held)
         if not verdict.ok or self.impl.needs != "triton" or not same_bits(first, second):
             return verdict
         if not same_bits(first, self.run(args, use)):

@@ -3,7 +3,7 @@
 `verify` tries one set of arguments, used in one way; `judge` has the rules; `prove` says what is tried of a call.
 """
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 
@@ -24,7 +24,7 @@ class Use:
     """How a call is used: what is differentiated, and by which upstream gradient.
 
     grad      whether gradients are asked for at all
-    layout    memory layout of the upstream gradients
+    layout    memory layout of the upstream gradients; "unlike": the first contiguous, the second sliced, and so on
     wanted    arguments whose gradient is asked for; None: all that have one
     outputs   outputs that the loss depends on, by index; None: all
     given     upstream gradients by index of the output, in place of the usual ones
@@ -71,7 +71,7 @@ def verify_case(
 def verify(
     op: Op, impl: Impl, args: dict, grad: bool = True, dout_layout: str = "contiguous",
     use: Use | None = None, held: Evidence | None = None, leaks: str = "", step: float | None = None, average: bool = True,
-    slack: float = 1.0,
+    slack: float = 1.0, between: Callable[[], object] | None = None,
 ) -> Verdict:
     """The verdict on one run.
 
@@ -80,13 +80,14 @@ def verify(
     step    rounding step of the arithmetic, where it is coarser than the dtype's
     average whether values are ordinary ones, whose rounding errors average out: else only the worst and the rms count
     slack   times the usual budget
+    between run after the forward and before the backward: what another call may not disturb
     """
     use = use or Use(grad, dout_layout)
     before = {k: v.clone() for k, v in args.items() if isinstance(v, torch.Tensor)}
     held = held or evidence(op, args, use)
     try:
         with poisoned_empty(impl.needs != "torch"):
-            actual = evaluate(op, impl.run, args, use.grad, use=use)
+            actual = evaluate(op, impl.run, args, use.grad, use=use, between=between)
     except Violation as e:
         return Verdict(False, why=str(e))
     for k, v in before.items():
@@ -153,7 +154,8 @@ def leaf_copies(op: Op, args: dict, grad: bool, wanted: tuple[str, ...] | None =
 
 
 def evaluate(
-    op: Op, run, args: dict, grad: bool, dout_layout: str = "contiguous", use: Use | None = None
+    op: Op, run, args: dict, grad: bool, dout_layout: str = "contiguous", use: Use | None = None,
+    between: Callable[[], object] | None = None,
 ) -> dict:
     """{'output 0': y, ..., 'grad x': dx, ...} of one run on leaf copies, with a fixed random upstream gradient."""
     use = use or Use(grad, dout_layout)
@@ -166,6 +168,8 @@ def evaluate(
                 raise Violation(f"output {i} must be a tensor, got {type(o).__name__}")
         named: dict = {f"output {i}": o.detach() for i, o in enumerate(outs)}
         named |= {f"changed {k}": leaves[k] for k in op.mutates}
+        if between is not None:
+            between()
         if grad:
             live = [i for i, o in enumerate(outs) if o.requires_grad and (use.outputs is None or i in use.outputs)]
             douts = [upstream(outs[i], i, use.layout) if use.given is None else use.given[i].to(outs[i].dtype) for i in live]
@@ -191,6 +195,8 @@ def upstream(out: torch.Tensor, i: int, layout: str) -> torch.Tensor:
     where = out.device if out.numel() > 2**16 else torch.device("cpu")  # large ones on the device, where it takes no time
     generator = torch.Generator(device=where).manual_seed(1234 + i)
     values = torch.randn(out.shape, generator=generator, device=where).to(out.device).bfloat16().to(out.dtype)
+    if layout == "unlike":
+        layout = "sliced" if i % 2 else "contiguous"
     return lay(values, layout) if out.dim() > 1 else values
 
 

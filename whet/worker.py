@@ -158,7 +158,8 @@ def _streams() -> list[tuple[int, int] | None]:
 
 
 def _attempt(request: dict) -> dict:
-    what, changed = request.pop("what"), []  # type: str, list[str]
+    what = request.pop("what")
+    changed: list[str] = []
     try:
         call = Call(**request.pop("call"))
         with isolated() as changed:
@@ -182,12 +183,13 @@ def _end_with_parent() -> None:
     os.killpg(0, signal.SIGKILL)
 
 
-def _warm() -> None:
-    """What the first compiled candidate would wait for: a CUDA context, dynamo, inductor, a kernel built."""
+def _warm(compiler: bool) -> None:
+    """What the first candidate would wait for and leave open: a CUDA context; the first compiled one dynamo and inductor."""
     with contextlib.suppress(Exception):  # whatever is wrong shows again, with a reason, at the first request
         x = torch.ones(8, device="cuda", requires_grad=True)
-        torch.compile(lambda t: t.sin().square())(x).sum().backward()
-        torch._dynamo.reset()
+        if compiler:
+            torch.compile(lambda t: t.sin().square())(x).sum().backward()
+            torch._dynamo.reset()
 
 
 def main() -> None:
@@ -199,8 +201,8 @@ def main() -> None:
         spec = importlib.util.spec_from_file_location("whet_preload", sys.argv[sys.argv.index("--preload") + 1])
         assert spec and spec.loader
         spec.loader.exec_module(importlib.util.module_from_spec(spec))
-    if "--warm" in sys.argv and torch.cuda.is_available():
-        _warm()
+    if torch.cuda.is_available():
+        _warm("--warm" in sys.argv)
     print(json.dumps({"ready": True}), file=replies, flush=True)
     seen: collections.deque = collections.deque(maxlen=1)
     for line in requests:

@@ -64,7 +64,8 @@ def machine_table(m: dict, roof: dict | None) -> Table:
     table = Table(title="this machine", show_header=False, title_justify="left")
     kind = f"compute capability {m['capability'][0]}.{m['capability'][1]}" if m["capability"] else "no CUDA capability"
     table.add_row("GPU" if m["device"] == "cuda" else "CPU (no GPU found)", m["name"])
-    table.add_row("", f"{kind}, {m['sms']} {'SMs' if m['device'] == 'cuda' else 'cores'}, {m['memory_gib']} GiB")
+    threads = f", {m['threads']} threads" if m.get("threads") else ""
+    table.add_row("", f"{kind}, {m['sms']} {'SMs' if m['device'] == 'cuda' else 'cores'}{threads}, {m['memory_gib']} GiB")
     table.add_row("versions", f"torch {m['torch']}, triton {m['triton']}, whet {m['whet']}, Python {m['python']}")
     words = {
         "gpu": "compiles and runs on this GPU", "interpret": "interprets kernels on the CPU (TRITON_INTERPRET=1)",
@@ -73,6 +74,8 @@ def machine_table(m: dict, roof: dict | None) -> Table:
     table.add_row("Triton", words[m["triton_mode"]] if m["triton"] else "not installed")
     if roof:
         table.add_row("copy, measured", f"{roof['copy_gbs']:.0f} GB/s read + written")
+        if roof.get("busy"):
+            table.add_row("measured under load", f"{roof['busy']}: not kept, measured again next time")
         table.add_row("matmul, measured", ", ".join(f"{k} {v:.1f} TFLOP/s" for k, v in roof["tflops"].items()))
     return table
 
