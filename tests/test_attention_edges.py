@@ -96,6 +96,14 @@ def test_with_a_gradient_of_the_logarithm_one_key_has_its_own(impl, dtype, devic
     assert verdict.ok and results(args, impl)["grad k"].any(), verdict.why
 
 
+@pytest.mark.parametrize("impl", ["triton", "triton_fused_bwd"])
+def test_of_the_logarithm_alone_values_have_no_gradient(impl, device):
+    args = OP.inputs(torch.float32, device, **dict(TILES, Lq=3), return_lse=True)
+    for run in (OP.reference, lambda **given: whet.ops.attention(**given, impl=impl)):
+        found = evaluate(OP, lambda run=run, **given: run(**given)[1], args, grad=True)
+        assert found["grad v"] is None and found["grad q"].any() and found["grad k"].any()
+
+
 def test_lone_places_are_those_where_one_key_is_seen():
     """For every span that kernels take: two keys or more, a window of two or more."""
     for causal in (None, "top-left", "bottom-right"):

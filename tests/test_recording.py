@@ -1,6 +1,7 @@
 """The record that `make gpu-test` leaves: what passed, failed, was skipped or not run, added up over parts at one commit."""
 
 import json
+import subprocess
 
 import pytest
 
@@ -67,6 +68,19 @@ def test_what_a_dirty_tree_or_an_unknown_commit_ran_is_not_added_up(run, monkeyp
         monkeypatch.setenv("WHET_COMMIT", commit)
         run("test_first.py")
         assert run("test_second.py")["measured"]["counts"]["passed"] == 0
+
+
+def test_a_record_that_was_written_does_not_make_the_commit_a_dirty_one(tmp_path, monkeypatch):
+    monkeypatch.delenv("WHET_COMMIT", raising=False)
+    monkeypatch.setattr(machine, "__file__", str(tmp_path / "whet" / "machine.py"))
+    for command in ("init -q", "-c user.name=a -c user.email=a@b commit -q --allow-empty -m first"):
+        subprocess.run(["git", *command.split()], cwd=tmp_path, check=True)
+    head = machine.commit()
+    (tmp_path / "records").mkdir()
+    (tmp_path / "records" / "gpu-tests.json").write_text("{}")
+    assert machine.commit() == head and len(head) == 40
+    (tmp_path / "other.py").write_text("")
+    assert machine.commit() == f"{head}-dirty"
 
 
 def test_another_machine_starts_over(run, monkeypatch):

@@ -176,7 +176,7 @@ FUSED = Fused(
     lambda dy, dh, h, w, rstd: (h.new_empty(h.shape), w.new_empty(w.shape)),
     save=lambda args, results: ((results[1], args[2], results[2]), ()),
     grads_to=(0, 0, 1, None),  # where x and res differ in dtype, autograd casts the wider gradient
-    n_out=2,
+    n_out=2, grads_from=((0, 1), (0,)),
 )
 
 

@@ -307,7 +307,7 @@ FUSED = Fused(
     backward_fake,
     save=save,
     grads_to=(0, 1, None, None, None, None, None),
-    n_out=2,
+    n_out=2, grads_from=((0,), (1,)),
 )
 
 
