@@ -12,6 +12,7 @@ import pytest
 import torch
 from conftest import every_op, first_case, without
 
+import whet.tune
 import whet.worker
 from whet.child import Child, Lost
 from whet.isolation import SETTINGS, UNREADABLE, Leftovers, isolated
@@ -25,21 +26,25 @@ OP = discover()["rms_norm"]
 CALL = Call("rms_norm", {"M": 8, "N": 32, "layout": "contiguous"}, "float32", True)
 ANSWERING = str(Path(__file__).with_name("answering.py"))
 LIMIT_S = 60.0  # of a candidate that answers: far more than it takes
-HANG_S = 6.0  # of one in the tuner's child that hangs; the others must be verified within it too
+HANG_S = 1.0  # of one that hangs
 
 
 @pytest.fixture(scope="module")
 def tuned(tmp_path_factory) -> dict:
     """What one tuning in real children says of every planted candidate."""
-    with without(*(set(OP.impls) - {"eager", "torch"})):
+    def ask(worker, call, name, limit_s, asked=whet.tune._ask_verify):
+        return asked(worker, call, name, HANG_S if name.endswith("hang") else LIMIT_S)
+
+    with pytest.MonkeyPatch.context() as patch, without(*(set(OP.impls) - {"eager", "torch"})):
+        patch.setattr(whet.tune, "_ask_verify", ask)
         OP.impls.update(planted_bad.impls(OP))
         lock = Lock(tmp_path_factory.mktemp("tuned") / "whet.lock")
-        tune([(CALL, 1)], lock, modes=("eager",), seconds=0.01, limit_s=HANG_S, preload=planted_bad.__file__)
+        tune([(CALL, 1)], lock, modes=("eager",), seconds=0.01, limit_s=LIMIT_S, preload=planted_bad.__file__)
     return lock.calls[f"{CALL.key} @ eager"]
 
 
 REASONS = {
-    "grad_mode": "leaves grad mode changed", "inference_mode": "inference mode", "default_dtype": "the default dtype changed",
+    "grad_mode": "grad", "inference_mode": "grad", "default_dtype": "the default dtype changed",
     "everything": "the default device", "exit": "SystemExit: 3", "interrupt": "KeyboardInterrupt", "doubled": "exceeds",
     "wrong": "exceeds", "fail": "kernel does not compile", "out_of_memory": "out of memory", "leak": "file descriptors open",
     "segfault": "the process died (signal 11)", "hang": "took longer than", "dies_when_timed": "the process died (signal 6)",
@@ -146,8 +151,9 @@ def answer(monkeypatch):
             does()
             return {"ok": True}
 
-        monkeypatch.setitem(whet.worker.ANSWERS, "plant", answering)
-        return whet.worker._answer({"what": "plant", "call": dict(op="rms_norm", case={}, dtype="float32", grad=True)})
+        for what in ("verify", "once"):
+            monkeypatch.setitem(whet.worker.ANSWERS, what, answering)
+        return whet.worker._answer({"what": "verify", "call": dict(op="rms_norm", case={}, dtype="float32", grad=True)})
 
     return given
 

@@ -5,8 +5,12 @@ import functools
 import json
 import math
 import random
+<<<<<<< HEAD
 import re
 from pathlib import Path
+=======
+from dataclasses import asdict
+>>>>>>> args
 
 import pytest
 import torch
@@ -255,7 +259,8 @@ def test_the_child_races_with_its_parents_threads_and_answers_with_what_decided(
     monkeypatch.setattr(worker, "ceilings", lambda: measure.Ceilings(1.0, {"float32": 1.0}))
     before = torch.get_num_threads()
     try:
-        answer = worker.answer_measure(call, ["eager", "torch"], "eager", 0.01, threads=before + 1)
+        request = dict(what="measure", call=asdict(call), impls=["eager", "torch"], mode="eager", seconds=0.01)
+        answer = worker._answer(request | {"threads": before + 1})
         assert torch.get_num_threads() == before + 1
     finally:
         torch.set_num_threads(before)

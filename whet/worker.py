@@ -102,10 +102,8 @@ def answer_verify(call: Call, impl: str) -> dict:
     return answer | ({"rule": verdict.rule} if verdict.rule else {}) | ({} if proof == call else {"proved": proof.key})
 
 
-def answer_measure(call: Call, impls: list[str], mode: str, seconds: float, threads: int | None = None) -> dict:
-    """The race of a call's verified candidates, simplest first, and the call's floor; threads: the parent's number of them."""
-    if threads is not None:
-        torch.set_num_threads(threads)
+def answer_measure(call: Call, impls: list[str], mode: str, seconds: float) -> dict:
+    """The race of a call's verified candidates, simplest first, and the call's floor."""
     op = discover()[call.op]
     args = _args(op, call)
     steps = {name: stepper(op, op.candidate(name).run, args, call.grad) for name in impls}
@@ -161,6 +159,8 @@ def _streams() -> list[tuple[int, int] | None]:
 def _attempt(request: dict) -> dict:
     what = request.pop("what")
     changed: list[str] = []
+    if threads := request.pop("threads", None):  # the parent's number of them; set here, where no candidate is to blame
+        torch.set_num_threads(threads)
     try:
         call = Call(**request.pop("call"))
         with isolated() as changed:

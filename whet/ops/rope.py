@@ -75,10 +75,9 @@ def inputs(dtype, device, B, S, Hq, Hk, D, R=None, layout="bshd", positions="off
 
 def far(args):
     """Hostile values: tables four times as long, and positions at their end."""
-    P, S, positions = args["cos"].shape[0], args["q"].shape[2], args["positions"]
-    cos, sin = (t.to(args["cos"].dtype) for t in tables(4 * P, 2 * args["cos"].shape[1], device=args["q"].device))
-    at = positions + 3 * P if isinstance(positions, torch.Tensor) else 4 * P - S
-    return args | dict(cos=cos, sin=sin, positions=at)
+    (P, half), positions = args["cos"].shape, args["positions"]
+    cos, sin = (t.to(args["cos"].dtype) for t in tables(4 * P, 2 * half, device=args["q"].device))
+    return args | dict(cos=cos, sin=sin, positions=positions + 3 * P)
 
 
 def case_of(q, k, cos, sin, positions=0, interleaved=False):
