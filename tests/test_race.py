@@ -5,12 +5,9 @@ import functools
 import json
 import math
 import random
-<<<<<<< HEAD
 import re
-from pathlib import Path
-=======
 from dataclasses import asdict
->>>>>>> args
+from pathlib import Path
 
 import pytest
 import torch
