@@ -44,7 +44,7 @@ def tuned(tmp_path_factory) -> dict:
 
 
 REASONS = {
-    "grad_mode": "grad", "inference_mode": "grad", "default_dtype": "the default dtype changed",
+    "grad_mode": "grad mode|graph is cut", "inference_mode": "inference mode|graph is cut", "default_dtype": "default dtype",
     "everything": "the default device", "exit": "SystemExit: 3", "interrupt": "KeyboardInterrupt", "doubled": "exceeds",
     "wrong": "exceeds", "fail": "kernel does not compile", "out_of_memory": "out of memory", "leak": "file descriptors open",
     "segfault": "the process died (signal 11)", "hang": "took longer than", "dies_when_timed": "the process died (signal 6)",
@@ -54,7 +54,7 @@ REASONS = {
 @pytest.mark.parametrize("tile", REASONS)
 def test_a_candidate_that_misbehaves_costs_its_candidacy_with_the_reason(tile, tuned):
     found = tuned["candidates"][f"torch@{tile}"]
-    assert not found["ok"] and REASONS[tile] in found["why"] and "ms" not in found
+    assert not found["ok"] and any(reason in found["why"] for reason in REASONS[tile].split("|")) and "ms" not in found
 
 
 def test_the_others_are_verified_and_timed_and_one_of_them_is_chosen(tuned):
