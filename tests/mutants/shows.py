@@ -18,6 +18,13 @@ import torch  # noqa: E402
 from mutants import run as runner  # noqa: E402
 from mutants.children import Question, run  # noqa: E402
 
+FEW = 16  # rows where values and uses are many
+STAGES = ("plain", "values", "uses", "sizes")
+VALUES = "overflow clipped sign tie non-finite cancellation option eps"
+USES = "frozen-argument stale-buffer upstream-gradient output-alone"
+LIKELY = dict.fromkeys(VALUES.split(), "values") | dict.fromkeys(USES.split(), "uses")
+LIKELY |= {"neighbour-size": "sizes", "stride": "sizes"}
+
 
 def digest(*found) -> str:
     """Of tensors, their strides left out, and of anything that prints alike; a NaN is a NaN."""
@@ -35,12 +42,14 @@ def digest(*found) -> str:
 class Use:
     """One op's impl at one case, called in ways that its contract allows."""
 
-    def __init__(self, question: Question):
+    def __init__(self, question: Question, few: bool):
         from whet import machine
         from whet.op import DTYPES, discover
 
         call = question.call
-        self.op, self.impl, self.case, self.grad = discover()[call["op"]], question.impl, call["case"], call["grad"]
+        self.op, self.impl, self.case, self.grad = discover()[call["op"]], question.impl, dict(call["case"]), call["grad"]
+        if few and self.case.get("M", 0) > FEW:
+            self.case["M"] = FEW
         self.device, self.dtypes = machine.this_machine().device, DTYPES
 
     def args(self, dtype: str = "bfloat16", seed: int = 0, **other) -> dict:
@@ -144,7 +153,7 @@ def laid(layout: str, t: torch.Tensor) -> torch.Tensor:
 
 
 def serve(question: Question, stage: str) -> None:
-    use, found = Use(question), {}
+    use, found = Use(question, few=stage in ("values", "uses")), {}
     for name, result in getattr(use, stage)():
         torch.set_grad_enabled(True)
         torch.set_default_dtype(torch.float32)
@@ -156,6 +165,18 @@ def serve(question: Question, stage: str) -> None:
     os._exit(0)
 
 
+def compared(left: list[Question], stage: str, jobs: int) -> list[Question]:
+    """Prints at which use each mutant first differs from whet as it is. Returns those that do not."""
+    asked = partial(run, jobs=jobs, limit_s=600.0, serve=partial(serve, stage=stage))
+    right = {q.key: a for q, a in asked(list({q.key: q.of_whet for q in left}.values()))}
+    alike = []
+    for q, a in asked(left):
+        known = right[q.key].get("uses", {})
+        seen = next((use for use, bits in a.get("uses", {"ends": ""}).items() if known.get(use) != bits), None)
+        print(f"{seen:24} {q.mutant.id}", flush=True) if seen else alike.append(q)
+    return alike
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--only", metavar="PATTERN", help="mutants whose 'op: name [kind]' matches")
@@ -163,17 +184,10 @@ def main() -> int:
     args = parser.parse_args()
     args.sample = 0
     left = [runner.question(m, "bfloat16", False, False) for m in runner.chosen(args) if not m.path]
-    for stage in ("plain", "values", "uses", "sizes"):
-        plain = list({q.key: q.of_whet for q in left}.values())
-        asked = partial(run, jobs=args.jobs, limit_s=300.0, serve=partial(serve, stage=stage))
-        right = {q.key: a for q, a in asked(plain)}
-        seen = {}
-        for q, a in asked(left):
-            known = right[q.key].get("uses", {})
-            seen[q.mutant.id] = next((use for use, bits in a.get("uses", {"ends": ""}).items() if known.get(use) != bits), None)
-            if seen[q.mutant.id]:
-                print(f"{seen[q.mutant.id]:24} {q.mutant.id}", flush=True)
-        left = [q for q in left if not seen[q.mutant.id]]
+    for likely in (True, False):  # first where a mutant of its kind is likely to show
+        for stage in STAGES:
+            tried = [q for q in left if (LIKELY.get(q.mutant.kind, "plain") == stage) == likely]
+            left = [q for q in left if q not in tried] + compared(tried, stage, args.jobs)
     for q in left:
         print(f"NEVER                    {q.mutant.id}")
     return len(left) > 0
