@@ -175,7 +175,7 @@ class Proof:
             return
         args = {k: t for k, t in (self.args(made) or {}).items() if isinstance(t, torch.Tensor)}
         for name, t in args.items():
-            plain = t.dim() > 1 and t.is_contiguous() and t.numel() and name not in self.op.mutates
+            plain = t.dim() > 1 and t.is_contiguous() and t.numel()
             if plain and len(args) > 1:
                 yield f"{name} sliced", partial(self.verify, made, sliced=name)
 

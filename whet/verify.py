@@ -200,7 +200,9 @@ def upstream(out: torch.Tensor, i: int, layout: str) -> torch.Tensor:
     values = torch.randn(out.shape, generator=generator, device=where).to(out.device).bfloat16().to(out.dtype)
     if layout == "unlike":
         layout = "sliced" if i % 2 else "contiguous"
-    return lay(values, layout) if out.dim() > 1 else values
+    if out.dim() == 1 and layout in ("sliced", "transposed"):
+        layout = "strided"
+    return lay(values, layout) if out.dim() else values
 
 
 def widen(v):

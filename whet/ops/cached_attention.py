@@ -11,7 +11,7 @@ from whet.ops._cached import check_caches, check_tables, layout_refused, tensors
 from whet.ops._chain import chain
 from whet.ops._gemv import few
 from whet.ops.attention.common import LOG2E
-from whet.values import families
+from whet.values import changed, families
 
 SPAN = 64  # keys taken at a time, one after another within a chunk
 WHOLE = 4  # spans that one program takes alone where there are more than a few sequences: nothing is left to join
@@ -70,6 +70,12 @@ def inputs(dtype, device, B, H, KV, D, S, T=1, at=None, norms=True, window=0, la
         k_cache=lay(k_cache, layout), v_cache=lay(v_cache, layout), positions=positions, cos=angle.cos(), sin=angle.sin(),
         q_norm=q_norm, k_norm=k_norm, window=window, context=min(S, last + T), eps=1e-6,
     )
+
+
+def sharp(args):
+    """Hostile values: scores that overflow where their maximum is not subtracted."""
+    names = ("qkv",) if args["q_norm"] is None else ("q_norm", "k_norm")
+    return changed(names, lambda t: 6 * t)(args)
 
 
 def case_of(qkv, k_cache, v_cache, positions, cos, sin, q_norm=None, k_norm=None, window=0, context=0, eps=1e-6):
@@ -196,5 +202,5 @@ OP = Op(
     dynamic=("B", "S"),
     tiny=dict(B=2, S=64),
     mutates=("k_cache", "v_cache"),
-    hostile=families(("qkv",), ("q_norm", "k_norm"), options={"eps 0.01": dict(eps=1e-2)}, limit=16.0),
+    hostile=families(("qkv",), ("q_norm", "k_norm"), options={"eps 0.01": dict(eps=1e-2)}, limit=16.0, sharp_weights=sharp),
 )

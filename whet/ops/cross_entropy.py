@@ -8,7 +8,7 @@ from whet.op import DTYPE_NAMES, Cost, Impl, Op, error, floating, lay, layout_of
 from whet.ops import _cross_entropy as kernels
 from whet.ops._rows import KERNEL_DTYPES, unit_rows
 from whet.parts import row_pieces
-from whet.values import Option, families
+from whet.values import Option, families, relaid
 
 KINDS = dict(reduction="'none' | 'mean' | 'sum'", softcap="number | None", num_items="number | tensor | None")
 TARGETS = (torch.int64, torch.int32)
@@ -79,6 +79,17 @@ def one_target(target, ignore_index, V):
     target[:-1] = ignore_index
     target[-1] = V - 1
     return target
+
+
+def some_impossible(args):
+    """Hostile values: the first quarter of the vocabulary at minus infinity, as a mask leaves it; no target lies there."""
+    V = args["logits"].shape[-1]
+    if V < 8 or args["label_smoothing"] or args["softcap"] is not None:
+        return None
+    logits, target = args["logits"].clone(), args["target"]
+    logits[..., : V // 4] = float("-inf")
+    moved = torch.where((target != args["ignore_index"]) & (target < V // 4), V - 1, target).to(target.dtype)
+    return args | dict(logits=relaid(args["logits"], logits), target=moved)
 
 
 def both_ends(target, ignore_index, V):
@@ -248,7 +259,7 @@ OP = Op(
     },
     dynamic=("M",),
     tiny=dict(M=16, V=300),
-    hostile=families(("logits",), limit=2.0**12, **HOSTILE),
+    hostile=families(("logits",), limit=2.0**12, offset=4096.0, impossible_tokens=some_impossible, **HOSTILE),
     pieces=loss_pieces("logits"),
     kinds=KINDS,
 )
