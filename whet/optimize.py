@@ -8,8 +8,10 @@ each other and the plain eager model in turns, so that every speed-up is a ratio
 import contextlib
 import gc
 import sys
+import types
 from collections.abc import Callable, Collection, Iterator
 from dataclasses import asdict, dataclass, replace
+from typing import Any
 
 import torch
 
@@ -72,6 +74,20 @@ def precision_set(precision: str, device: str) -> Iterator[None]:
         torch.set_float32_matmul_precision(before)
 
 
+def own_code(method: Any) -> Callable:
+    """The method with a code object of its own.
+
+    torch.compile keeps graphs by code object: two plans of one model that race each other would check each other's guards
+    at every step (seen on an H200: 61 ms a step instead of 25).
+    """
+    function = method.__func__
+    copy = types.FunctionType(
+        function.__code__.replace(), function.__globals__, function.__name__, function.__defaults__, function.__closure__
+    )
+    copy.__kwdefaults__ = function.__kwdefaults__
+    return types.MethodType(copy, method.__self__)
+
+
 class Runner:
     """One plan made real: a model with the given weights, its optimizer, and a step to call."""
 
@@ -85,7 +101,7 @@ class Runner:
         self.optimizer = torch.optim.AdamW(
             self.module.parameters(), lr=config.lr, fused=None if before else True, capturable=not before and device == "cuda"
         )
-        self.forward = torch.compile(self.module, dynamic=False) if plan.compiled else self.module
+        self.forward = torch.compile(own_code(self.module.forward), dynamic=False) if plan.compiled else self.module
         self.step: Callable = self.one_step
         if plan.graph:
             self.capture()
