@@ -5,12 +5,14 @@ import sys
 
 import pytest
 import torch
-from conftest import every_op
+from conftest import every_op, without
 
 from whet import interpret, judge, parts, prove, values, whole
+from whet.lock import Lock
 from whet.op import DTYPES, Call, Impl, as_tuple, discover
 from whet.prove import neighbours, wrong_now
 from whet.source import files_of, fingerprint, module_of
+from whet.tune import tune
 from whet.verify import Use, Violation, evaluate, evidence, verify
 
 CALL = Call("rms_norm", dict(M=32, N=256), "bfloat16", True)
@@ -283,6 +285,30 @@ def test_a_fingerprint_follows_the_files_that_a_kernel_uses():
     names = {p.name for p in files_of(module_of(ops["attention"].impls["triton"].run))}
     assert {"backward.py", "forward.py", "meaning.py"} <= names and "rope.py" not in names
     assert fingerprint(ops["rms_norm"], "triton") != fingerprint(ops["swiglu"], "triton")
+
+
+def test_an_edited_kernel_is_proved_and_timed_again_and_an_unedited_one_is_not(monkeypatch, tmp_path):
+    """As after an edit: the torch impl's proof is of another source than the one that is here."""
+    op, asked = discover()["rms_norm"], []
+
+    def answers(worker, limit_s, what, call, **request):
+        asked.append(request.get("impl", what))
+        timings = {n: dict(ms=1.0, low=1.0, high=1.0, samples=20) for n in request.get("impls", ())}
+        return {"ok": True, "share": 0.1, "why": ""} if what == "verify" else {"timings": timings}
+
+    monkeypatch.setattr("whet.worker.Worker.start", lambda self: None)
+    monkeypatch.setattr("whet.worker.Worker.ask", answers)
+    with without(*(set(op.impls) - {"eager", "torch"})):
+        tune([(CALL, 1)], Lock(tmp_path / "whet.lock"), modes=("eager",))
+        assert sorted(asked) == ["eager", "measure", "torch"]
+        lock = Lock.read(tmp_path / "whet.lock")
+        assert lock.table() and tune([(CALL, 1)], lock, modes=("eager",)) and len(asked) == 3, "nothing was edited"
+        after = {"torch": "edited", "eager": fingerprint(op, "eager")}
+        for user in ("whet.tune", "whet.lock"):
+            monkeypatch.setattr(f"{user}.fingerprint", lambda op, name: after[name])
+        assert (not lock.table()) == (lock.calls[f"{CALL.key} @ eager"]["chosen"] == "torch")
+        tune([(CALL, 1)], lock, modes=("eager",))
+    assert sorted(asked[3:]) == ["measure", "torch"]
 
 
 @pytest.mark.parametrize("dtype", DTYPES)

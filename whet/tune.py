@@ -249,8 +249,7 @@ def _conclude(entry: dict, answer: dict, stock: str) -> None:
 def forget(lock: Lock, keys: Iterable[str]) -> None:
     """Take entries out of the lock, so that they steer no call any more."""
     for key in keys:
-        if key in lock.calls:
-            del lock.calls[key]
+        lock.drop(key)
     lock.save()
 
 
