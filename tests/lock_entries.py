@@ -6,8 +6,10 @@ from pathlib import Path
 
 from whet import machine
 from whet.lock import Lock, checksum
-from whet.op import Call
+from whet.op import Call, discover
+from whet.source import fingerprint
 
+SOURCE = fingerprint(discover()["rms_norm"], "eager")  # that of its other impls, too
 HERE = machine.this_machine().key
 
 
@@ -20,7 +22,7 @@ def key(rows: int = 8, mode: str = "eager") -> str:
 
 
 def entry(rows: int = 8, chosen: str | None = "eager", mode: str = "eager") -> dict:
-    timed = {"ok": True, "share": 0.25, "why": "", "ms": 0.5, "low": 0.4, "high": 0.6, "samples": 9, "source": "5f0c"}
+    timed = {"ok": True, "share": 0.25, "why": "", "ms": 0.5, "low": 0.4, "high": 0.6, "samples": 9, "source": SOURCE}
     candidates = {
         "eager": dict(timed), "torch": timed | {"ms": 0.7}, "compile": {"ok": False, "share": 0.0, "why": "exceeds"},
         "triton": {"ok": True, "share": 0.3, "why": "", "interpreted": "rms_norm M=4"},

@@ -176,6 +176,7 @@ def test_what_is_left_behind_each_time_costs_the_candidacy_and_the_child(answer)
 def test_processes_that_a_candidate_leaves_running_are_counted(answer):
     import subprocess
 
+    before = Leftovers.now().processes  # kernels may be compiling beside the tests
     kept: list[subprocess.Popen] = []
     sleep = [sys.executable, "-S", "-c", "import time; time.sleep(3600)"]
     try:
@@ -185,7 +186,7 @@ def test_processes_that_a_candidate_leaves_running_are_counted(answer):
         for process in kept:
             process.kill()
             process.wait()
-    assert Leftovers.now().processes == 0
+    assert Leftovers.now().processes == before
 
 
 def test_standard_streams_that_a_candidate_closes_cost_the_candidacy_and_the_child(answer, capfd):

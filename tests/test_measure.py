@@ -117,6 +117,7 @@ def counted(monkeypatch, tmp_path):
     """A cache of the test's own, and the list of the times that ceilings were measured."""
     measured = []
     monkeypatch.setenv("WHET_CACHE", str(tmp_path / "cache"))
+    monkeypatch.setattr(measure, "_under_load", {})
     monkeypatch.setattr(measure, "_measure_ceilings", lambda: measured.append(1) or FOUND)
     return measured
 

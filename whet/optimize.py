@@ -8,14 +8,13 @@ each other and the plain eager model in turns, so that every speed-up is a ratio
 import contextlib
 import gc
 import sys
-import types
 from collections.abc import Callable, Collection, Iterator
 from dataclasses import asdict, dataclass, replace
-from typing import Any
 
 import torch
 
 from whet.choices import Choices, Recorder
+from whet.library import own_code
 from whet.lock import Lock
 from whet.machine import commit
 from whet.measure import Graph, Race, now, race
@@ -72,20 +71,6 @@ def precision_set(precision: str, device: str) -> Iterator[None]:
             yield
     finally:
         torch.set_float32_matmul_precision(before)
-
-
-def own_code(method: Any) -> Callable:
-    """The method with a code object of its own.
-
-    torch.compile keeps graphs by code object: two plans of one model that race each other would check each other's guards
-    at every step (seen on an H200: 61 ms a step instead of 25).
-    """
-    function = method.__func__
-    copy = types.FunctionType(
-        function.__code__.replace(), function.__globals__, function.__name__, function.__defaults__, function.__closure__
-    )
-    copy.__kwdefaults__ = function.__kwdefaults__
-    return types.MethodType(copy, method.__self__)
 
 
 class Runner:

@@ -20,7 +20,7 @@ import torch
 from whet import machine
 from whet.judge import Verdict, usual_errors
 from whet.op import DTYPES, Call, Op, base, lay, tensors
-from whet.values import POISONED, UNDEFINED, Option
+from whet.values import EXACT, OVERFLOWING, POISONED, UNDEFINED, Option
 from whet.verify import Evidence, Use, Violation, evaluate, evidence, leaf_copies, unchanged, verify
 from whet.whole import verify_whole
 
@@ -29,6 +29,7 @@ PROVABLE = 2**27  # elements of the arguments whose float64 oracle fits beside t
 KEPT = 2**21  # elements under which the oracle's results are kept for the next candidate of the call
 MANY, DRAWS = 2**12, 8  # values of a result among which eager's worst error is no luck, and draws in place of them
 HOSTILE = 2.0  # of the budget on hostile values, where eager's own error is that of few elements
+GROSS = 64.0  # of the budget where the formula itself is short of digits
 LAYOUTS = ("sliced", "transposed", "expanded")
 COARSE_TWIN = 2.0**-10  # the step by which a float32 twin is judged of a call that is known to compute its products coarser
 
@@ -102,6 +103,8 @@ class Proof:
         if key in _kept:
             return _kept[key]
         held = evidence(self.op, args, use)
+        if made.family == EXACT:
+            held = replace(held, scores=None)
         if any(t is not None and t.numel() < MANY for t in held.oracle.values()):
             held = replace(held, usual=self.usual(made, use, held))
         if sum(t.numel() for t in tensors(args)) <= KEPT:
@@ -136,7 +139,7 @@ class Proof:
         step = COARSE_TWIN if self.impl.misses and made.dtype == "float32" and self.device == "cuda" else None
         average = not made.family and all(owns_its_elements(t) for t in tensors(args))
         leaks = "poisoned" if made.family in POISONED else "undefined" if made.family == UNDEFINED else ""
-        slack = HOSTILE if made.family else 1.0
+        slack = GROSS if made.family == OVERFLOWING else HOSTILE if made.family else 1.0
         return verify(self.op, self.impl, args, use=use, held=held, leaks=leaks, step=step, average=average, slack=slack)
 
     def twin(self) -> str | None:

@@ -13,6 +13,8 @@ import torch
 Family = Callable[[dict], dict | None]
 SMALL = 2.0**-10  # mean squares near 1e-6: there a norm's eps is half of what it divides by
 OFFSET = 200.0  # exp(200) overflows float32: what does not subtract a maximum shows
+OVERFLOWING = "overflowing scores"  # whose differences have few digits left: looked at for what overflows, and for gross errors
+EXACT = "exact ties"  # of scores that are exact in any order: there the first of equals must be picked
 UNDEFINED = "all targets ignored"  # the mean over no targets: 0 / 0
 POISONED = ("a row of NaN", "a row of inf")  # judged by what they leave alone
 

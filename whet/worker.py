@@ -194,6 +194,7 @@ def _warm(compiler: bool) -> None:
 
 
 def main() -> None:
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # where the parent was started with it ignored, too
     threading.Thread(target=_end_with_parent, daemon=True).start()
     requests, replies = os.fdopen(os.dup(0)), os.fdopen(os.dup(1), "w")
     os.dup2(os.open(os.devnull, os.O_RDONLY), 0)  # whoever reads standard input reads nothing, never a request

@@ -75,7 +75,7 @@ def inputs(dtype, device, B, H, KV, D, S, T=1, at=None, norms=True, window=0, la
 def sharp(args):
     """Hostile values: scores that overflow where their maximum is not subtracted."""
     names = ("qkv",) if args["q_norm"] is None else ("q_norm", "k_norm")
-    return changed(names, lambda t: 6 * t)(args)
+    return changed(names, lambda t: 12 * t)(args)
 
 
 def case_of(qkv, k_cache, v_cache, positions, cos, sin, q_norm=None, k_norm=None, window=0, context=0, eps=1e-6):
@@ -202,5 +202,7 @@ OP = Op(
     dynamic=("B", "S"),
     tiny=dict(B=2, S=64),
     mutates=("k_cache", "v_cache"),
-    hostile=families(("qkv",), ("q_norm", "k_norm"), options={"eps 0.01": dict(eps=1e-2)}, limit=16.0, sharp_weights=sharp),
+    hostile=families(
+        ("qkv",), ("q_norm", "k_norm"), options={"eps 0.01": dict(eps=1e-2)}, limit=16.0, overflowing_scores=sharp,
+    ),
 )
