@@ -17,8 +17,10 @@ check: setup
 	$(BIN)/mypy
 	$(BIN)/python -m pytest tests/test_house.py
 
+# What passed, failed and was skipped goes on record. In parts: make gpu-test ONLY="tests/test_gpu_ops.py -k norm_rope"; parts
+# run at one commit add up.
 gpu-test: setup
-	$(BIN)/python -m pytest -m gpu
+	$(BIN)/python -m pytest -m gpu --record records/gpu-tests.json $(ONLY)
 
 # Every mutant offered to the verifier, and a record of which wall stopped which: a quarter of an hour on two cores.
 mutants: setup

@@ -191,8 +191,8 @@ def test_an_impl_has_one_line_with_the_best_of_its_tiles(capsys, monkeypatch):
     monkeypatch.setattr(whet.cli, "console", Console(file=screen, width=200, markup=False))
     whet.cli.show_calls([made])
     text = re.sub(r"[ │]+", " ", screen.getvalue())
-    assert "triton@a 1.000 0.0100 50% compute, 600 TFLOP/s 0.50 * - - chosen, 4.00x torch, best of 3 tiles" in text
-    assert "torch 4.000 0.0400 12% compute, 150 TFLOP/s 0.50 - -" in text
+    assert "triton@a 1.000 0.0100 - 50% compute, 600 TFLOP/s 0.50 * - - chosen, 4.00x torch, best of 3 tiles" in text
+    assert "torch 4.000 0.0400 - 12% compute, 150 TFLOP/s 0.50 - -" in text
     assert "triton@b" not in text and " triton 2.000" not in text
     assert "* rope B=2 float16 was timed as it stands and verified as rope B=1 float16 fwd: " in text
     assert "not a candidate: eager for rope: refused: the scores do not fit" in text

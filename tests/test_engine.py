@@ -350,7 +350,7 @@ def test_the_first_token_does_not_wait_for_a_graph(model):
 
 
 def test_the_floor_is_the_bytes_at_the_measured_copy_rate(monkeypatch):
-    monkeypatch.setattr(measure, "ceilings", lambda: measure.Ceilings(copy_gbs=4000.0, tflops={}))
+    monkeypatch.setattr(measure, "known_ceilings", lambda: measure.Ceilings(copy_gbs=4000.0, tflops={}))
     c = Completion(tokens=[0] * 101, decode_s=0.1, bytes_per_token=10**9)
     assert c.floor_share == 10**9 / 4e12 / (0.1 / 100)
 

@@ -3,6 +3,7 @@
 import pytest
 import torch
 from conftest import assert_same_bits, every_kernel, takes, trained
+from test_large import ROWS, judged_by_last_rows, judged_by_last_tokens
 from test_registered import gradients, kernel_of, replay_with_new_values
 
 from whet.op import as_tuple, discover, tensors
@@ -17,7 +18,7 @@ BENCH = [
     for op, impl in (kernel.values for kernel in every_kernel())
     for name, case in op.shapes.items() if takes(op, impl, case, "bfloat16")
 ]
-ROWS = 3  # compared at either end of a tensor too large for the oracle
+PAST_INT32 = 2**31 + 2**20  # elements: int32 offsets wrap well before the last rows
 
 
 @pytest.fixture(autouse=True)
@@ -53,7 +54,7 @@ def past_int32(op, impl) -> dict:
     case = op.proof(case)
     size = op.dynamic[0]
     x = tensors(op.inputs(dtype=torch.bfloat16, device="meta", **case))[0]
-    return case | {size: (2**31 + 2**20) // (x.numel() // case[size]) + 1}  # int32 offsets wrap well before the last rows
+    return case | {size: PAST_INT32 // (x.numel() // case[size]) + 1}
 
 
 def ends(v, length: int, where: slice):
@@ -105,20 +106,14 @@ def test_tensors_past_two_to_the_31_elements(op, impl, device):
 
 @pytest.mark.parametrize("op, impl", every_kernel(lambda op: not trained(op)))
 def test_the_last_rows_of_tensors_past_two_to_the_31_elements_in_inference(op, impl, device):
-    """The first input, or what is changed in place, passes them; other sizes are cut, since a result for each row is kept."""
     enough_memory()
-    case = shapes_of(op, impl)[0]
-    case |= {k: min(v, case[k]) for k, v in op.tiny.items() if k in case}
-    args, size = op.inputs(dtype=torch.bfloat16, device="meta", **case), op.dynamic[0]
-    large = args[op.mutates[0]] if op.mutates else tensors(args)[0]
-    case |= {size: (2**31 + 2**20) // (large.numel() // case[size]) + 1}
-    args = op.inputs(dtype=torch.bfloat16, device=device, **case)
-    few = {k: ends(v, case[size], slice(-ROWS, None)) for k, v in args.items()}
-    oracle = evaluate(op, op.reference, {k: widen(v) for k, v in few.items()}, False)
-    eager = evaluate(op, op.reference, few, False)
-    outs = as_tuple(kernel_of(op, impl)(**args))
-    actual = {f"output {i}": o[-ROWS:] for i, o in enumerate(outs)} | {f"changed {k}": args[k][-ROWS:] for k in op.mutates}
-    verdict = judge(actual, eager, oracle)
+    verdict = judged_by_last_rows(op, impl, shapes_of(op, impl)[0], PAST_INT32, device)
+    assert verdict.ok, verdict.why
+
+
+def test_the_last_tokens_of_a_prompt_past_two_to_the_31_elements(device):
+    enough_memory()
+    verdict = judged_by_last_tokens(dict(B=1, H=4, KV=2, D=128), PAST_INT32, device)
     assert verdict.ok, verdict.why
 
 

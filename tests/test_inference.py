@@ -9,7 +9,7 @@ from dataclasses import replace
 import pytest
 import torch
 from conftest import assert_same_bits, case_id, every_kernel, every_op, first_case, trained
-from test_registered import kernel_of
+from test_registered import kernel_of, summed_exactly
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from whet import machine
@@ -132,13 +132,15 @@ def test_of_equal_logits_the_first_is_chosen(M, device):
     """Among the rows of one warp, of one program, of another, of another chunk."""
     op = OPS["norm_argmax"]
     N = 140 if M == 4 else 70
-    args = op.inputs(dtype=torch.bfloat16, device=device, M=M, K=64, N=N)
+    args = summed_exactly(op.inputs(dtype=torch.bfloat16, device=device, M=M, K=64, N=N))
     pairs = [(3, 7), (8, 5), (2, 18), (19, N - 9), (0, N - 1), (40, 41), (42, 43), (44, 45), (46, 47)][:M]
     for x, pair in zip(args["x"], pairs):
-        args["w"][list(pair)] = x / 4
+        args["w"][list(pair)] = x * args["w"].abs().max()
     with alike():
-        token = kernel_of(op)(**args)[0]
+        token, value = kernel_of(op)(**args)
     assert token.tolist() == op.reference(**args)[0].tolist() == [min(pair) for pair in pairs]
+    scores = sys.modules["whet.ops.norm_argmax"].scores(**args)
+    assert all((scores[i, list(pair)] == value[i]).all() for i, pair in enumerate(pairs))
 
 
 @pytest.mark.usefixtures("in_chunks")
@@ -225,8 +227,9 @@ MUTANTS = [
      "rms_norm(q, k_norm, eps), rms_norm(k, q_norm, eps)"),
     ("norm_rope", ROPE, "turned by the position after", "cos, sin, start)", "cos, sin, start + 1)"),
     ("norm_argmax", dict(M=2, K=64, N=99), "the token after", "return token,", "return token + 1,"),
-    ("norm_argmax", dict(M=2, K=64, N=99), "the smallest", "logits.max", "logits.min"),
-    ("norm_argmax", dict(M=2, K=64, N=99), "logits before the norm", "F.linear(y,", "F.linear(x,"),
+    ("norm_argmax", dict(M=2, K=64, N=99), "the smallest", ".max(-1)", ".min(-1)"),
+    ("norm_argmax", dict(M=2, K=64, N=99), "logits before the norm", "scores(x, norm, w, scale, eps)",
+     "F.linear(x, dense(w, scale, x.dtype)).to(torch.promote_types(x.dtype, torch.float32))"),
     ("cached_attention", PLAIN, "key written one late", " k_cache[row, head, at", " k_cache[row, head, 1 + at"),
     ("cached_attention", PLAIN, "value not written", ", v_cache[row, head, at[:, None]] = k, v", " = k"),
     ("cached_attention", PLAIN, "key left as it came", "cos[at], sin[at]) for t", "cos[at], sin[at]) if t is q else t for t"),

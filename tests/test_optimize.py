@@ -16,7 +16,8 @@ from whet.choices import Choices
 from whet.lock import Lock
 from whet.models.tiny_llama import MODEL, SIZES, Config
 from whet.op import Impl, discover
-from whet.optimize import BEFORE, PRECISIONS, Plan, Runner, conclude, optimize, plans, precision_set, record_calls
+from whet.optimize import BEFORE, PRECISIONS, Plan, Runner, optimize, plans, precision_set, record_calls
+from whet.race import NOISY
 from whet.verify import Verdict
 
 SMALL = Config(hidden=32, layers=1, seq_len=8, batch=2, heads=2, kv_heads=1, vocab=31)
@@ -77,8 +78,9 @@ def test_every_plan_is_in_the_result_timed_or_with_its_reason(first):
         if plan["ok"]:
             assert plan["low"] <= plan["ms"] <= plan["high"] and plan["samples"] >= 3
             assert plan["samples_per_s"] == pytest.approx(SMALL.batch / plan["ms"] * 1e3, rel=0.01)
+            assert plan["vs_best_low"] <= plan["vs_best"] <= plan["vs_best_high"] and plan["speedup"] > 0
         if plan["ok"] and plan["name"] != BEFORE:
-            assert 0 <= plan["share"] <= 1 and plan["speedup"] == pytest.approx(plan["before_ms"] / plan["ms"], rel=0.01)
+            assert 0 <= plan["share"] <= 1 and plan["before_ms"] > 0
     assert all(found[p.name]["ok"] for p in plans(MODEL)), {n: p["why"] for n, p in found.items()}
 
 
@@ -86,8 +88,10 @@ def test_the_chosen_plan_is_verified_and_no_other_is_clearly_faster(first):
     result = first[0]
     chosen = named(result)[result["chosen"]]
     assert chosen["ok"] and result["speedup"] == chosen["speedup"]
-    best = max((p for p in result["plans"] if p["ok"]), key=lambda p: p["speedup"])
-    assert result["chosen"] == best["name"] or result["tied"]
+    best = min((p for p in result["plans"] if p["ok"]), key=lambda p: p["vs_best"])
+    assert best["vs_best"] == 1.0
+    if result["chosen"] != best["name"]:
+        assert result["tied"] or result["why"].startswith(NOISY)
 
 
 def test_every_call_of_the_model_has_an_entry_with_a_choice_and_reasons(first):
@@ -179,6 +183,8 @@ def test_a_wrong_kernel_is_caught_by_the_whole_model(run, reason, small, tuned, 
     lost = named(result)["eager + choices"]
     assert not lost["ok"] and reason in lost["why"] and "ms" not in lost
     assert named(result)["eager"]["ok"] and result["chosen"] != "eager + choices"
+    assert tuned.table("eager") == {} and result["forgotten"] == ["eager"], "they steer no call any more"
+    assert {e["call"]["op"] for e in result["entries"]} == OPS and "taken out of the lock" in result["note"]
 
 
 def test_with_no_plan_left_the_model_stays_as_it_was(small, tuned, monkeypatch):
@@ -250,25 +256,6 @@ def test_bfloat16_is_tuned_verified_and_timed(small, tuned, monkeypatch):
     assert "bfloat16" in {e["call"]["dtype"] for e in result["entries"]}
 
 
-def timed(name: str, ms: float, before: float = 10.0, ok: bool = True) -> dict:
-    times = {"ms": ms, "low": ms, "high": ms, "samples": 50, "before_ms": before, "speedup": before / ms}
-    return {"name": name, "ok": ok, "why": ""} | times
-
-
-def test_within_the_spread_the_simpler_plan_is_kept():
-    results = [timed(BEFORE, 10.0), timed("eager", 5.0), timed("eager + choices", 4.98), timed("torch.compile", 1.0, ok=False)]
-    done = conclude("x", None, results, [])
-    assert done["chosen"] == "eager" and done["tied"] and done["speedup"] == 2.0
-    done = conclude("x", None, [*results, timed("torch.compile + choices", 2.0)], [])
-    assert done["chosen"] == "torch.compile + choices" and not done["tied"] and done["speedup"] == 5.0
-
-
-def test_plans_are_ranked_beside_the_baseline_that_ran_with_them():
-    """The machine ran at half speed while the second was timed: it is the better plan all the same."""
-    done = conclude("x", None, [timed(BEFORE, 10.0), timed("eager", 5.0), timed("torch.compile", 8.0, before=20.0)], [])
-    assert done["chosen"] == "torch.compile" and done["speedup"] == 2.5
-
-
 def test_a_plan_takes_the_choices_of_the_way_it_runs():
     assert Plan("p", "v3", "tuned").mode == "eager"
     assert Plan("p", "v3", "tuned", graph=True).mode == "graph"
@@ -311,7 +298,11 @@ def test_every_plan_is_tried_under_a_graph_too_and_a_compiled_one_is_built_once(
     todo = plans(MODEL)
     trial.prepare_early(todo)
     assert list(trial.ready) == ["torch.compile"]
-    results = [result for plan in todo for result in trial.run(plan)]
+    for plan in todo:
+        trial.run(plan)
+    assert len(trial.entered) == 2 * len(todo), "all wait in memory for the race"
+    trial.heat()
+    results = list(trial.results.values())
     assert [r["name"] for r in results] == [n for p in todo for n in (p.name, p.name + " + CUDA graph")]
     assert all(r["ok"] and r["ms"] > 0 and r["ready_s"] >= 0 for r in results), [r["why"] for r in results]
     assert [r["graph"] for r in results] == [False, True] * len(todo)
@@ -331,5 +322,6 @@ def test_a_plan_that_cannot_be_captured_keeps_its_uncaptured_result(monkeypatch)
     trial = whet.optimize.Trial(MODEL, SMALL, "float32", 0.02)
     trial.graphs = True
     for plan in [p for p in plans(MODEL) if p.choices == "stock"]:
-        plain, graphed = trial.run(plan)
+        trial.run(plan)
+        plain, graphed = (trial.results[plan.name + end] for end in ("", " + CUDA graph"))
         assert plain["ok"] and not graphed["ok"] and "not permitted when stream is capturing" in graphed["why"]

@@ -75,6 +75,12 @@ PLANS = {
     "plans": [BEFORE, AFTER | {"share": 0.41}, FAILED],
 }
 
+TESTED = {
+    "counts": {"passed": 1234, "failed": 1, "skipped": 5, "not run": 0}, "passed after failing": ["tests/test_b.py::test_z"],
+    "failed": {"tests/test_a.py::test_y": "no"},
+    "skipped": {f"tests/test_a.py::test_x[{i}]": "too small" for i in range(4)} | {"tests/test_b.py::test_w": "no ncu"},
+}
+
 
 @pytest.fixture
 def root(tmp_path) -> Path:
@@ -140,9 +146,20 @@ def test_a_region_without_a_record_makes_no_claim(name, root):
 def test_every_table_names_its_record_gpu_versions_and_commit(name, root):
     write(root, "bench-a.json", record({"entries": ENTRIES, "ceilings": {"copy_gbs": 4000.0, "tflops": {"float32": 50.0}}}))
     write(root, "optimize-a.json", record(PLANS, at="2029-01-01T00:00:00+00:00"))
+    write(root, "gpu-tests.json", record(TESTED))
     line = next(line for line in table(root, name).splitlines() if line.startswith("Source: "))
-    file = "optimize-a" if name == "plans" else "bench-a"
+    file = {"plans": "optimize-a", "gpu-tests": "gpu-tests"}.get(name, "bench-a")
     assert f"`records/{file}.json` (commit `{'a' * 12}`, 20" in line and "Test GPU, torch 2.0, triton 3.0" in line
+
+
+def test_gpu_tests_are_counted_and_what_did_not_pass_is_named(root):
+    write(root, "gpu-tests.json", record(TESTED))
+    text = table(root, "gpu-tests")
+    assert text.startswith(f"1,234 GPU tests passed, 1 failed, 5 skipped at commit `{'a' * 12}` on Test GPU.")
+    assert "- failed: `tests/test_a.py::test_y`" in text and "run again: `tests/test_b.py::test_z`" in text
+    assert "- skipped, too small: 4 of `tests/test_a.py`" in text and "- skipped, no ncu: `tests/test_b.py::test_w`" in text
+    write(root, "gpu-tests.json", record(TESTED | {"counts": TESTED["counts"] | {"not run": 7}}))
+    assert "5 skipped, 7 did not run at commit" in table(root, "gpu-tests")
 
 
 def test_bench_rows_show_the_chosen_its_rivals_the_roofline_and_the_reasons(root):

@@ -49,7 +49,8 @@ def test_what_dies_in_timing_costs_its_own_candidacy_also_without_eager(tuned):
 def test_a_reduced_proof_is_said_and_the_whole_case_is_asked_whether_it_is_refused(tuned):
     candidates = entry(tuned[0])["candidates"]
     assert candidates["torch"]["ok"] and candidates["torch@quick"]["proved"] == SMALL.key
-    assert candidates["eager"] == {"ok": False, "share": 0.0, "why": "refused: the scores of 8 rows do not fit"}
+    eager = candidates["eager"]
+    assert (eager["ok"], eager["share"], eager["why"]) == (False, 0.0, "refused: the scores of 8 rows do not fit")
 
 
 def test_without_eager_there_is_no_ratio_to_it(tuned):
@@ -111,7 +112,8 @@ def test_eager_that_cannot_be_timed_leaves_the_others_in_the_race(answered):
     answers = Answers(dead=("eager",))
     found = answered(answers)
     assert found["chosen"] == "triton@4x4" and "vs_eager" not in found and found["rival"] == "torch"
-    assert found["candidates"]["eager"] == {"ok": False, "share": 0.5, "why": "out of memory"}
+    eager = found["candidates"]["eager"]
+    assert (eager["ok"], eager["share"], eager["why"]) == (False, 0.5, "out of memory") and "ms" not in eager
     assert answers.asked[-1] == ["torch", "triton", "triton@2x2", "triton@4x4"]
 
 

@@ -51,35 +51,38 @@ def chosen(op: Op, choices: Choices) -> Callable:
     absent = {name: op.unavailable(name) for name in op.impls}
 
     def resolve(*args):
-        bound = dict(zip(parameters, args))
-        if reason := op.check(**bound):
+        given = dict(zip(parameters, args))
+        bound = given if torch.compiler.is_compiling() else op.plain(given)
+        if reason := op.unfit(bound):
             raise error(op.name, "auto", reason)
         picked = choices.pick(op, op.call(bound))
         # A choice tuned for another layout or device, or a tile of another version, gives way; it never fails.
         for name in (picked, base(picked), op.stock, "eager", *op.impls):
             if absent[base(name)] is None and op.misfits(name, bound) is None:
-                return op.run(name)
+                return op.run(name) if bound is given or all(bound[k] is v for k, v in given.items()) else plainly(op, name)
         reasons = (f"{name}: {absent[name] or op.misfits(name, bound)}" for name in op.impls)
         raise error(op.name, "auto", f"no impl takes these arguments ({'; '.join(reasons)})")
 
-    def refused(*args):
-        return error(op.name, "auto", not_tensors(op, dict(zip(parameters, args))) or "arguments must be tensors")
+    def refused(*args) -> ValueError | None:
+        try:
+            resolve(*args)
+        except ValueError as refusal:
+            return refusal
+        return None
 
     scope = dict(
         defaults={n: p.default for n, p in parameters.items()}, Tensor=torch.Tensor, fast=choices._memory(),
-        grad_enabled=torch.is_grad_enabled, is_compiling=torch.compiler.is_compiling, resolve=resolve, refused=refused,
-        any_autocast=torch._C._is_any_autocast_enabled, autocast_of=autocast_of,
+        grad_enabled=torch.is_grad_enabled, dynamo_compiling=torch.compiler.is_dynamo_compiling, compiler=torch.compiler,
+        resolve=resolve, refused=refused, any_autocast=torch._C._is_any_autocast_enabled, autocast_of=autocast_of,
     )
     exec(_written_out(op), scope)
     return cast(Callable, scope[op.name])
 
 
-def not_tensors(op: Op, bound: Mapping) -> str | None:
-    """None, or the argument that must be a tensor and is not."""
-    for name, p in op.signature.parameters.items():
-        if required(p) and not isinstance(bound[name], torch.Tensor):
-            return f"{name} must be a tensor, got {type(bound[name]).__name__}"
-    return None
+def plainly(op: Op, name: str) -> Callable:
+    """A candidate for calls with numbers that are not Python's own."""
+    run, names = op.run(name), tuple(op.signature.parameters)
+    return lambda *args: run(**op.plain(dict(zip(names, args))))
 
 
 def required(p: inspect.Parameter) -> bool:
@@ -87,31 +90,40 @@ def required(p: inspect.Parameter) -> bool:
 
 
 def _written_out(op: Op) -> str:
-    """The source of `chosen`'s function. fast is emptied when an option that never repeats, such as a position, fills it."""
+    """The source of `chosen`'s function. fast is emptied when an option that never repeats, such as a position, fills it.
+
+    The key holds what the checks ask of an argument, its class too: 1, True and numpy's 1.0 are equal. An error of a call
+    that was not checked anew is the arguments' if they are of a wrong kind: the key does not tell a sparse tensor's strides.
+    """
     first = next(iter(op.signature.parameters))
     key, given = ["grad_enabled()", f"{first}.device", f"any_autocast() and autocast_of({first})"], []
     for name, p in op.signature.parameters.items():
-        facts = f"{name}.shape, {name}.stride(), {name}.dtype, {name}.requires_grad"
+        where = "" if name == first else f"{name}.device, "
+        facts = f"{name}.__class__, {where}{name}.shape, {name}.stride(), {name}.dtype, {name}.requires_grad"
         key.append(facts if required(p) else f"({facts}) if isinstance({name}, Tensor) else ({name}.__class__, {name})")
         given.append(name if required(p) else f"{name}=defaults[{name!r}]")
     names = ", ".join(op.signature.parameters)
     return f"""
 def {op.name}({', '.join(given)}):
-    if is_compiling():
+    if dynamo_compiling() or compiler._is_compiling_flag:  # is_compiling() in half its time
         return resolve({names})({names})
     try:
         key = ({', '.join(key)})
-    except AttributeError:
-        raise refused({names}) from None
-    try:
         run = fast.get(key)
-    except TypeError:  # an option that cannot be a key: checked and refused, or looked up each time
-        return resolve({names})({names})
+    except Exception:  # no tensor, or an option that cannot be a key: checked and refused, or looked up each time
+        key = run = None
     if run is None:
+        run = resolve({names})
         if len(fast) > 4096:
             fast.clear()
-        run = fast[key] = resolve({names})
-    return run({names})
+        if key is not None:
+            fast[key] = run
+    try:
+        return run({names})
+    except Exception:
+        if refusal := refused({names}):
+            raise refusal from None
+        raise
 """
 
 
@@ -206,12 +218,10 @@ def public(op: Op):
             if reason := absent[base(impl)] or op.misfits(impl, defaults | dict(zip(names, args)) | options):
                 raise error(op.name, impl, reason)
             return run(*args, **options)
-        bound = op.bind(args, options)
-        if reason := not_tensors(op, bound):
-            raise error(op.name, impl, reason)
+        bound = op.plain(op.bind(args, options))
         if reason := op.why_not(impl, bound):
             raise error(op.name, impl, reason)
-        return run(*args, **options)
+        return run(**bound)
 
     impl_option = inspect.Parameter("impl", inspect.Parameter.KEYWORD_ONLY, default="auto", annotation=str)
     parameters = [*op.signature.parameters.values(), impl_option]

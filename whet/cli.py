@@ -15,7 +15,7 @@ import typer
 from typer.core import TyperGroup
 
 import whet.ops  # noqa: F401  (fills the registry)
-from whet import clinic, counters, machine, measure, models, talk
+from whet import clinic, counters, machine, measure, models, proofs, talk
 from whet.lock import Lock, lock_path
 from whet.op import DTYPES, Call, Op, discover
 from whet.optimize import PRECISIONS, optimize
@@ -46,7 +46,7 @@ Mode = Annotated[str, typer.Option(help="eager (host overhead included), graph (
 
 def show_calls(entries: list[dict]) -> None:
     console.print(tables.calls_table(entries))
-    for line in (*(f"* {line}" for line in tables.proved(entries)), *tables.left_out(entries)):
+    for line in (*(f"* {line}" for line in tables.proved(entries)), *tables.left_out(entries), *tables.stale(entries)):
         console.print(line)
 
 
@@ -190,6 +190,8 @@ def bench(
 
         def show():
             show_calls(entries)
+            for line in tables.busy(entries):
+                console.print(line)
             console.print(f"dispatch through choices adds {also['dispatch_us']} us a call. {reduced_note()}")
 
         other = [*([] if dtype == "bfloat16" else [dtype]), *(["forward"] if forward_only else [])]
@@ -198,6 +200,34 @@ def bench(
         if stopped:
             typer.echo(f"whet: stopped; {len(entries)} of {len(lock.calls)} were timed and are in the record", err=True)
             raise typer.Exit(130)
+
+
+@app.command("prove")
+def prove_command(
+    ops: Annotated[list[str] | None, typer.Argument(help="Ops to prove (default: all).")] = None,
+    dtype: Annotated[str, typer.Option(help="Of " + ", ".join(DTYPES) + ", several with commas.")] = "bfloat16",
+    impls: Annotated[list[str] | None, typer.Option("--impl", help="Only this impl; repeatable (default: all).")] = None,
+    without: Annotated[list[str] | None, typer.Option("--without", help="All but this; repeatable (default: none).")] = None,
+    cases: Annotated[bool, typer.Option("--cases", help="The tests' small cases, not bench's shapes (default off).")] = False,
+    records: Records = "records",
+    as_json: Json = False,
+):
+    """Try every impl of each op as tuning does before it times one, and say which trial stops which. Exit code 1 if any is.
+
+    Example: whet prove rms_norm --cases --impl torch
+    """
+    with plain_errors("nothing is kept"), progress_bar(not as_json) as progress:
+        dtypes = dtype.split(",")
+        if unknown := [d for d in dtypes if d not in DTYPES]:
+            raise ValueError(f"prove: dtype must be among {list(DTYPES)}, got {unknown[0]!r}")
+        rows = proofs.prove_all(proofs.calls_of(ops or [], dtypes, not cases, cases), impls or [], without or [], progress)
+        some = [*(f"--impl {i}" for i in impls or []), *(f"--without {i}" for i in without or [])]
+        asked = [*(ops or []), f"--dtype {dtype}", *some]
+        made = record.make(" ".join(["whet prove", *asked, *(["--cases"] if cases else [])]), {"rows": rows})
+        name = " ".join(["prove", *(ops or ["all"]), *(["cases"] if cases else []), *dtypes, *(impls or []), *(without or [])])
+        emit(made, as_json, records, name, lambda: console.print(tables.proofs_table(rows)))
+    if any(row["outcome"] in ("rejected", "failed") for row in rows):
+        raise typer.Exit(1)
 
 
 def takes(call: Call, impl: str) -> bool:
@@ -252,7 +282,8 @@ def optimize_command(
 
     Example: whet optimize tiny-llama:tiny
     """
-    where = lock_path(lock)
+    with plain_errors("nothing was begun yet"):
+        where = lock_path(lock)
     with plain_errors(f"what was tuned so far is kept in {where}, and the next run goes on from there"):
         with progress_bar(not as_json) as progress:
             result = optimize(target, Lock.read(where), precision, again, seconds, progress)
@@ -263,6 +294,8 @@ def optimize_command(
         def show():
             show_calls(result["entries"])
             console.print(tables.plans_table(result))
+            for line in tables.busy(result["entries"], result):
+                console.print(line)
             speedup = f"{result['speedup']:.2f}x the plain eager model"
             console.print(f"{result['chosen']}: {speedup}, every gradient verified. {result['note']}")
             console.print(f"lock: {where}")

@@ -11,6 +11,9 @@ from typing import Any
 
 import torch
 
+from whet.interpret import mend
+
+mend()
 LIB = torch.library.Library("whet", "FRAGMENT")  # noqa: TOR901
 
 
@@ -53,6 +56,7 @@ class Fused:
     save(args, results) -> (tensors, constants)                  what the backward needs
     backward(*douts, *tensors, *constants) -> (grad...)          a dout is None where that output was not used
     grads_to                                                     per forward argument: which grad it takes, or None
+    grads_from                                                   per grad: the outputs that it comes from; empty: all of them
     """
 
     name: str
@@ -65,6 +69,7 @@ class Fused:
     save: Callable
     grads_to: tuple[int | None, ...]
     n_out: int = 1
+    grads_from: tuple[tuple[int, ...], ...] = ()
     label: str = ""  # op and impl in messages; name[triton] where empty
     op: Any = field(init=False, default=None)
     function: Any = field(init=False, default=None)
@@ -81,7 +86,7 @@ class Fused:
         def once(ctx, *douts):
             if all(d is None for d in douts[: self.n_out]):
                 return (None,) * len(self.grads_to)
-            return self._spread(bwd_op(*douts[: self.n_out], *ctx.saved_tensors, *ctx.constants))
+            return self._spread(bwd_op(*douts[: self.n_out], *ctx.saved_tensors, *ctx.constants), douts)
 
         def never(ctx, *_):
             raise RuntimeError(message)
@@ -90,8 +95,11 @@ class Fused:
         torch.library.register_autograd(f"whet::{self.name}_bwd", never, setup_context=lambda *_, **__: None, lib=LIB)
         object.__setattr__(self, "function", _function(self, message))
 
-    def _spread(self, grads):
+    def _spread(self, grads, douts):
+        """The gradients by argument; none, as in PyTorch's own, of an argument that no used output depends on."""
         grads = grads if isinstance(grads, tuple) else (grads,)
+        if self.grads_from:
+            grads = tuple(g if any(douts[o] is not None for o in outs) else None for g, outs in zip(grads, self.grads_from))
         return tuple(None if i is None else grads[i] for i in self.grads_to)
 
     def __call__(self, *args):
@@ -163,8 +171,8 @@ def _function(fused: Fused, message: str):
                 return (None,) * len(fused.grads_to)
             args = (*douts, *ctx.saved_tensors, *ctx.constants)
             if not torch.is_grad_enabled():
-                return fused._spread(fused.backward(*args))
+                return fused._spread(fused.backward(*args), douts)
             hook = torch.empty(0, requires_grad=True)  # create_graph=True: what follows must hang on something to raise
-            return fused._spread(NoSecond.apply(hook, *args))
+            return fused._spread(NoSecond.apply(hook, *args), douts)
 
     return Eager

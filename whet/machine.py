@@ -28,11 +28,13 @@ class Machine:
     whet: str
     python: str
     triton_mode: str  # "gpu", "interpret" or "none"
+    threads: int | None = None  # that torch computes with on a CPU; None on a GPU, whose times do not depend on it
 
     @property
     def key(self) -> str:
         """What a measurement depends on. A result is looked up by this, so nothing stale is reused."""
-        return f"{self.name} | torch {self.torch} | triton {self.triton} | whet {self.whet}"
+        name = self.name if self.threads is None else f"{self.name}, threads {self.threads}"
+        return f"{name} | torch {self.torch} | triton {self.triton} | whet {self.whet}"
 
     def as_dict(self) -> dict:
         return asdict(self) | {"key": self.key}
@@ -58,13 +60,18 @@ def triton_mode() -> str:
     return "gpu" if torch.cuda.is_available() else "none"
 
 
-@functools.cache
 def this_machine() -> Machine:
+    """Found out once per number of threads, which a program may change."""
+    return _machine(None if torch.cuda.is_available() else torch.get_num_threads())
+
+
+@functools.cache
+def _machine(threads: int | None) -> Machine:
     common: dict[str, Any] = dict(
         torch=torch.__version__, triton=version("triton"), whet=whet_version(),
-        python=platform.python_version(), triton_mode=triton_mode(),
+        python=platform.python_version(), triton_mode=triton_mode(), threads=threads,
     )
-    if torch.cuda.is_available():
+    if threads is None:
         p = torch.cuda.get_device_properties(0)
         return Machine(
             device="cuda", name=p.name, capability=None if torch.version.hip else (p.major, p.minor),
@@ -98,13 +105,14 @@ def whet_version() -> str:
 
 
 def commit() -> str:
-    """The commit of the checkout whet runs from, for records. `unknown` outside a checkout."""
+    """The commit of the checkout whet runs from, for records, whose own files do not count. `unknown` outside a checkout."""
     if given := os.environ.get("WHET_COMMIT"):
         return given
     root = Path(__file__).resolve().parent.parent
     try:
         head = subprocess.run(["git", "rev-parse", "HEAD"], cwd=root, capture_output=True, text=True, check=True).stdout.strip()
-        dirty = subprocess.run(["git", "status", "--porcelain"], cwd=root, capture_output=True, text=True).stdout.strip()
+        status = ["git", "status", "--porcelain", "--", ".", ":!records"]
+        dirty = subprocess.run(status, cwd=root, capture_output=True, text=True).stdout.strip()
         return head + ("-dirty" if dirty else "")
     except (OSError, subprocess.CalledProcessError):
         return "unknown"

@@ -8,99 +8,158 @@ CPU     wall clock around the call; says nothing about a GPU
 import contextlib
 import functools
 import gc
-import json
 import os
-import re
+import random
 import statistics
 import time
-from collections.abc import Callable, Iterator
-from dataclasses import asdict, dataclass
+from collections.abc import Callable, Collection, Iterator
+from dataclasses import dataclass
 from pathlib import Path
 
 import torch
 
-from whet import machine
+from whet import busy, machine
 from whet.choices import Choices
-from whet.op import Cost, Op, as_tuple, discover
+from whet.op import Op, as_tuple, discover
+from whet.race import Outcome, Timing, fewest, race_outcome, timing
+from whet.roof import Ceilings, keep_ceilings, known_ceilings
 from whet.verify import leaf_copies, upstream
 
 FLUSH_BYTES = 256 * 2**20  # several times the largest L2 (H200: 60 MiB; MI300X: 256 MiB of Infinity Cache)
 MODES = ("eager", "graph")
 SLOW_MS = 100.0  # a run of this length needs no more warming up than itself
+SCREEN = 0.4  # of the time given: as long as all candidates of a race run
+SCREEN_ROUNDS = 100  # and at most so many rounds
+EARLY_LOOKS = (3, 5)  # rounds after which those that are slower by a wide margin need run no more
+LIMIT = 4.0  # times the time given: when a race that is not settled ends,
+LATE_ROUNDS, LIMIT_S = 80, 60.0  # but not before so many rounds or seconds,
+MOST_ROUNDS = 400  # and never after so many rounds
+LEAST_MS = 1e-6  # what a run takes at least, so that ratios of times have a meaning whatever the clock's steps
+SLEEP_CYCLES = 2_000_000  # about a millisecond
 
 
-@dataclass(frozen=True)
-class Timing:
-    ms: float  # median
-    low: float  # first quartile
-    high: float  # third quartile
-    samples: int
-    host_us: float | None = None  # host time to issue the work, eager mode on a GPU
-    peak_mib: float | None = None  # extra device memory at the highest point of one run
+class Turns:
+    """Candidates run in turns: each round runs each once, in an order of its own, so that none always follows the same one."""
 
-    @property
-    def spread(self) -> float:
-        """How far apart two medians must lie to differ: the 95% notch of their quartiles, and never under 1%."""
-        return max(1.57 * (self.high - self.low) / self.samples**0.5, 0.01 * self.ms)
+    def __init__(self, runs: dict[str, Callable], mode: str, flush: bool):
+        if mode not in MODES:
+            raise ValueError(f"compare: mode must be one of {MODES}, got {mode!r}")
+        if mode == "graph" and not torch.cuda.is_available():
+            raise ValueError("compare: mode graph needs a GPU")
+        self.gpu = torch.cuda.is_available()
+        self.host = self.gpu and mode == "eager"  # whether host time means something
+        self.memory: dict[str, float | None] = dict.fromkeys(runs)
+        self.slow = dict.fromkeys(runs, False)
+        self.once = {name: functools.partial(_once_cpu, run) for name, run in runs.items()}
+        if self.gpu:
+            self._ready_gpu(runs, mode, flush)
+        warm = {name: 1 if self.slow[name] else 3 if self.gpu else 2 for name in runs}
+        first = {name: min(once()[0] for _ in range(warm[name])) for name, once in self.once.items()}
+        least, beside = (0.05, 0.15) if self.gpu else (1e-3, 0.0)  # ms; beside a run on a GPU: the flush and the events
+        self.round_s = sum(max(ms, least) + beside for ms in first.values()) / 1e3
+        self.samples: dict[str, list[tuple[float, float]]] = {name: [] for name in runs}
+        self.rounds, self.random, self.order = 0, random.Random(0), list(runs)
 
-    def as_dict(self) -> dict:
-        return {k: round(v, 6) if isinstance(v, float) else v for k, v in asdict(self).items()}
+    def _ready_gpu(self, runs: dict[str, Callable], mode: str, flush: bool) -> None:
+        for name, run in runs.items():
+            self.memory[name] = peak_mib(run)
+            self.slow[name] = _once_gpu(run, False, False)[0] > SLOW_MS
+        graphs = {n: Graph(run, warm_up=1 if self.slow[n] else 3) for n, run in runs.items()} if mode == "graph" else {}
+        self.once = {n: functools.partial(_once_gpu, graphs.get(n) or run, bool(graphs), flush) for n, run in runs.items()}
 
+    def run(self, names: Collection[str]) -> None:
+        """One round; every second one is the one before it backwards."""
+        if self.rounds % 2 == 0:
+            self.random.shuffle(self.order)
+        else:
+            self.order.reverse()
+        for name in self.order:
+            if name in names:
+                ms, host = self.once[name]()
+                self.samples[name].append((max(ms, LEAST_MS), host))
+        self.rounds += 1
 
-def tie(a: Timing, b: Timing) -> bool:
-    """A difference inside the spread is no difference."""
-    return abs(a.ms - b.ms) <= max(a.spread, b.spread)
+    def times(self) -> dict[str, list[float]]:
+        return {name: [ms for ms, _ in taken] for name, taken in self.samples.items()}
 
-
-def fastest(timings: dict[str, Timing], order: tuple[str, ...]) -> tuple[str, bool]:
-    """The name to choose and whether it won by a tie: the simplest (earliest in order) that the best does not beat."""
-    best = min(timings, key=lambda n: timings[n].ms)
-    for name in order:
-        if name in timings and tie(timings[name], timings[best]):
-            return name, name != best
-    return best, False
+    def timings(self) -> dict[str, Timing]:
+        hosts = {n: statistics.median(h for _, h in taken) * 1e6 if self.host else None for n, taken in self.samples.items()}
+        return {n: timing(ms, hosts[n], self.memory[n]) for n, ms in self.times().items()}
 
 
 def compare(
     runs: dict[str, Callable], mode: str = "eager", seconds: float = 0.4, flush: bool = True, least: int = 5
 ) -> dict[str, Timing]:
-    """Time the candidates in turns: every round runs each once, so drift touches all alike.
+    """Time the candidates in turns, all for the same number of rounds.
 
     seconds: time to spend per candidate; least: rounds to run however slow they are, three where all are very slow.
     """
-    if mode not in MODES:
-        raise ValueError(f"compare: mode must be one of {MODES}, got {mode!r}")
-    if mode == "graph" and not torch.cuda.is_available():
-        raise ValueError("compare: mode graph needs a GPU")
+    turns = Turns(runs, mode, flush)
     if not runs:
         return {}
-    if not torch.cuda.is_available():
-        return _compare_cpu(runs, seconds, least)
-    memory, slow = {}, {}
-    for name, run in runs.items():
-        memory[name] = peak_mib(run)
-        slow[name] = _once_gpu(run, False, False)[0] > SLOW_MS
-    graphs = {name: Graph(run, warm_up=1 if slow[name] else 3) for name, run in runs.items()} if mode == "graph" else {}
-    once = {name: functools.partial(_once_gpu, graphs.get(name) or run, bool(graphs), flush) for name, run in runs.items()}
-    first = {name: min(f()[0] for _ in range(1 if slow[name] else 3)) for name, f in once.items()}
-    per_round = sum(max(ms, 0.05) + 0.15 for ms in first.values()) / 1e3
-    least = min(least, 3) if all(slow.values()) else least
-    rounds = int(min(200, max(least, seconds * len(runs) / per_round)))
-    samples: dict[str, list] = {name: [] for name in runs}
-    for _ in range(rounds):
-        for name, f in once.items():
-            samples[name].append(f())
-    result = {}
-    for name, pairs in samples.items():
-        host = statistics.median(h for _, h in pairs) * 1e6 if mode == "eager" else None
-        result[name] = _timing([ms for ms, _ in pairs], host, memory[name])
-    del graphs, once
-    return result
+    least = min(least, 3) if all(turns.slow.values()) else least
+    for _ in range(int(min(200 if turns.gpu else 100, max(least, seconds * len(runs) / turns.round_s)))):
+        turns.run(list(runs))
+    return turns.timings()
 
 
-def _timing(ms: list[float], host_us: float | None = None, peak: float | None = None) -> Timing:
-    quartiles = statistics.quantiles(ms, n=4, method="inclusive") if len(ms) > 1 else [ms[0]] * 3
-    return Timing(statistics.median(ms), quartiles[0], quartiles[2], len(ms), host_us, peak)
+@dataclass(frozen=True)
+class Race:
+    """What a race gave: each candidate's times, the choice with the ratios that decided it, and how busy the machine was."""
+
+    timings: dict[str, Timing]
+    outcome: Outcome
+    busy: str  # empty: it was quiet
+    times: dict[str, list[float]]  # ms, by round
+
+
+def race(
+    runs: dict[str, Callable], keep: str | None, mode: str = "eager", seconds: float = 0.25, flush: bool = True
+) -> Race:
+    """Choose among candidates, simplest first, by running them in turns until the choice is sure or time is out.
+
+    keep     what the user had: the choice where time runs out
+    seconds  time per candidate that all run for; then whoever is surely slower falls out, and the others go on
+    """
+    turns, watch, left = Turns(runs, mode, flush), busy.Watch(), list(runs)
+    clock, began = sm_mhz(), now()
+    given = seconds * len(runs)
+
+    def late() -> bool:
+        spent = now() - began
+        long = spent > LIMIT * given and (turns.rounds >= LATE_ROUNDS or spent > LIMIT_S)
+        return turns.rounds >= MOST_ROUNDS or (turns.rounds >= fewest(len(left) - 1) and long)
+
+    def look() -> Outcome:
+        found = race_outcome(turns.times(), keep)
+        left[:] = [n for n in left if not found.ratios[n].slower]
+        return found
+
+    for n in range(1, SCREEN_ROUNDS + 1):
+        turns.run(left)
+        if n in EARLY_LOOKS:
+            look()
+        if n >= max(EARLY_LOOKS) and now() - began >= SCREEN * given:
+            break
+    while not (found := look()).settled and not late():
+        until = max(fewest(len(left) - 1), turns.rounds * 3 // 2)
+        while turns.rounds < until and not late():
+            turns.run(left)
+    timings = turns.timings()
+    spreads = [(t.high - t.low) / t.ms for t in timings.values() if t.ms]
+    return Race(timings, found, busy.told(watch, spreads, (clock, sm_mhz())), turns.times())
+
+
+def sm_mhz() -> float | None:
+    """The clock of the GPU at this moment, from a kernel that waits for a number of its cycles; None where there is none."""
+    if not torch.cuda.is_available() or torch.version.hip:
+        return None
+    start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+    start.record()
+    torch.cuda._sleep(SLEEP_CYCLES)
+    end.record()
+    end.synchronize()
+    return SLEEP_CYCLES / start.elapsed_time(end) / 1e3
 
 
 def _once_gpu(run, is_graph: bool, flush: bool) -> tuple[float, float]:
@@ -123,19 +182,11 @@ def _flush_buffer() -> torch.Tensor:
     return torch.empty(FLUSH_BYTES // 4, dtype=torch.int32, device="cuda")
 
 
-def _compare_cpu(runs: dict[str, Callable], seconds: float, least: int) -> dict[str, Timing]:
-    def once(run) -> float:
-        before = time.perf_counter()
-        run()
-        return (time.perf_counter() - before) * 1e3
-
-    first = {name: min(once(run) for _ in range(2)) for name, run in runs.items()}
-    rounds = int(min(100, max(least, seconds * len(runs) / max(1e-6, sum(first.values()) / 1e3))))
-    samples: dict[str, list[float]] = {name: [] for name in runs}
-    for _ in range(rounds):
-        for name, run in runs.items():
-            samples[name].append(once(run))
-    return {name: _timing(ms) for name, ms in samples.items()}
+def _once_cpu(run: Callable) -> tuple[float, float]:
+    before = time.perf_counter()
+    run()
+    taken = time.perf_counter() - before
+    return taken * 1e3, taken
 
 
 class Graph:
@@ -152,6 +203,7 @@ class Graph:
                 run()
         torch.cuda.current_stream().wait_stream(stream)
         torch.cuda.synchronize()
+        self.run = run  # what it reads must live as long as it may be replayed
         self.graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(self.graph, pool=None if beside is None else beside.graph.pool()):
             self.out = run()
@@ -197,63 +249,54 @@ def stepper(op: Op, run: Callable, args: dict, grad: bool) -> Callable:
     return step
 
 
-@dataclass(frozen=True)
-class Ceilings:
-    """What this machine reaches at best, measured: the roofs of the roofline."""
-
-    copy_gbs: float  # device-to-device copy, bytes read plus bytes written
-    tflops: dict[str, float]  # dtype name -> square matmul rate
-
-    def floor_ms(self, cost: Cost, backward: bool, dtype: str) -> float:
-        """The time below which no impl can go."""
-        return max(self._parts(cost, backward, dtype)) * 1e3
-
-    def bound(self, cost: Cost, backward: bool, dtype: str) -> str:
-        memory, compute = self._parts(cost, backward, dtype)
-        return "memory" if memory >= compute else "compute"
-
-    def _parts(self, cost: Cost, backward: bool, dtype: str) -> tuple[float, float]:
-        """Seconds to move the bytes, seconds to do the flops; a dtype whose rate was not measured goes at float32's."""
-        rate, forward_rate = (self.tflops.get(d, self.tflops["float32"]) for d in (dtype, cost.dtype or dtype))
-        compute = cost.flops / forward_rate + (cost.bwd_flops / rate if backward else 0.0)
-        return cost.of(backward)[0] / (self.copy_gbs * 1e9), compute / 1e12
+_under_load: dict[str, Ceilings] = {}  # machine's key -> what this process measured while the machine was busy
 
 
 def ceilings(again: bool = False) -> Ceilings:
-    """Measured once per GPU and versions, then read from the cache."""
-    path = machine.cache_dir() / f"ceilings-{re.sub(r'[^A-Za-z0-9.+]+', '-', machine.this_machine().key)}.json"
-    if not again:
-        with contextlib.suppress(OSError, ValueError, KeyError, TypeError):
-            known = Ceilings(**json.loads(path.read_text()))
-            if all(rate > 0 for rate in (known.copy_gbs, known.tflops["float32"], *known.tflops.values())):
-                return known
+    """Measured once per machine and versions, then read from the cache. What is measured under load stays out of the cache."""
+    key = machine.this_machine().key
+    if not again and (known := known_ceilings() or _under_load.get(key)):
+        return known
     found = _measure_ceilings()
-    with contextlib.suppress(OSError):  # a read-only home costs the cache, not the run
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(json.dumps(asdict(found)))
+    if found.busy:
+        _under_load[key] = found
+        return found
+    keep_ceilings(found)
     return found
 
 
+def _steady(run: Callable, tries: int = 3) -> Timing:
+    """The time of a run that takes the same time each time: taken again while it varies, and of the tries the least varied."""
+    found: list[Timing] = []
+    while len(found) < tries and (not found or found[-1].high - found[-1].low > busy.WIDE * found[-1].ms):
+        found.append(compare({"run": run}, flush=False, seconds=0.3)["run"])
+    return min(found, key=lambda t: (t.high - t.low) / t.ms)
+
+
 def _measure_ceilings() -> Ceilings:
-    gpu = torch.cuda.is_available()
+    gpu, watch, taken = torch.cuda.is_available(), busy.Watch(), []
     device = "cuda" if gpu else "cpu"
+
+    def least_ms(run: Callable) -> float:
+        taken.append(_steady(run))
+        return taken[-1].low
+
     source = torch.randn(2**29 if gpu else 2**24, device=device)
     target = torch.empty_like(source)
-    copy = compare({"copy": functools.partial(target.copy_, source)}, flush=False, seconds=0.3)["copy"]
-    copy_gbs = 2 * source.numel() * 4 / copy.ms / 1e6
+    copy_gbs = 2 * source.numel() * 4 / least_ms(functools.partial(target.copy_, source)) / 1e6
     del source, target
     side = 8192 if gpu else 768
     tflops = {}
     for name in ("bfloat16", "float16", "float32") if gpu else ("float32", "bfloat16"):
         a, b = (torch.randn(side, side, device=device).to(getattr(torch, name)) for _ in range(2))
-        t = compare({"mm": functools.partial(torch.mm, a, b)}, flush=False, seconds=0.3)["mm"]
-        tflops[name] = round(2 * side**3 / t.low / 1e9, 2)
+        tflops[name] = round(2 * side**3 / least_ms(functools.partial(torch.mm, a, b)) / 1e9, 2)
     if gpu and torch.cuda.get_device_capability() >= (8, 9) and not torch.version.hip:
         one = torch.ones((), device=device)
         a, b = (torch.randn(side, side, device=device).to(torch.float8_e4m3fn) for _ in range(2))
         mm = functools.partial(torch._scaled_mm, a, b.t(), scale_a=one, scale_b=one, out_dtype=torch.bfloat16)
-        tflops["float8_e4m3fn"] = round(2 * side**3 / compare({"mm": mm}, flush=False, seconds=0.3)["mm"].low / 1e9, 2)
-    return Ceilings(round(copy_gbs, 1), tflops)
+        tflops["float8_e4m3fn"] = round(2 * side**3 / least_ms(mm) / 1e9, 2)
+    spreads = [(t.high - t.low) / t.ms for t in taken]
+    return Ceilings(round(copy_gbs, 1), tflops, busy.told(watch, [max(spreads)]))
 
 
 def dispatch_us(calls: int = 200, turns: int = 25) -> float:

@@ -13,10 +13,12 @@ import math
 import pkgutil
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
+from typing import Any
 
 import torch
 
 from whet import machine
+from whet.kinds import kinds_of, memoryless, plain, wrong
 
 SIMPLICITY = (  # a tie keeps the earlier: another package comes last
     "eager", "torch", "sdpa_flash", "sdpa_efficient", "sdpa_cudnn", "compile", "flex",
@@ -114,6 +116,12 @@ class Op:
     mutates                       names of the arguments that it changes in place, such as a cache; results like any other
     dynamic                       names of case sizes that vary from batch to batch, bucketed by powers of two
     proof(case) -> case           the case that is verified in its place, where the oracle of the whole would not fit
+    hostile                       {name: family}: other values of the arguments that a kernel must stand, from whet.values
+    smaller(case, most) -> case   a case of so few elements and the same kernels, on which hostile values and uses are tried
+    coarse                        results in float32 whose arithmetic inside is in the inputs' dtype, by name: "output 1"
+    scores(**args)                where output 0 is the index of the largest of some scores: those scores
+    pieces(**args)                parts of a call too large for the oracle, for the proof of its whole size
+    kinds                         {argument: what it may be, as kinds.py writes it}, where its default does not say that
     """
 
     name: str
@@ -130,8 +138,15 @@ class Op:
     tiny: dict = field(default_factory=dict)  # sizes that a call is cut to when kernels are only interpreted
     proof: Callable[[dict], dict] = whole
     mutates: tuple[str, ...] = ()
+    hostile: Mapping[str, Callable[[dict], dict | None]] = field(default_factory=dict)
+    smaller: Callable[[dict, int], dict] | None = None
+    coarse: tuple[str, ...] = ()
+    scores: Callable[..., torch.Tensor] | None = None
+    pieces: Callable[..., Any] | None = None
+    kinds: Mapping[str, str] = field(default_factory=dict)
 
     def __post_init__(self):
+        object.__setattr__(self, "kinds", kinds_of(self.reference, self.kinds))
         every = {"eager": Impl(self.reference), "compile": Impl(compiled(self.reference))} | self.impls
         if unknown := set(every) - set(SIMPLICITY):
             raise ValueError(f"{self.name}: impl names must be among {SIMPLICITY}, got {sorted(unknown)}")
@@ -204,12 +219,17 @@ class Op:
     def misfits(self, name: str, args: dict) -> str | None:
         """None, or why this impl cannot serve these arguments, wherever it runs. Plain enough for torch.compile to trace."""
         impl, tile = self.impls[base(name)], name.partition("@")[2]
-        if reason := self.check(**args):
+        if reason := self.unfit(args):
+            return reason
+        if impl.needs != "torch" and (reason := next((r for t in tensors(args) if (r := memoryless(t))), None)):
             return reason
         if impl.needs != "torch" and torch.cuda.is_available() and not all(t.is_cuda for t in tensors(args)):
             return "needs tensors on the GPU; TRITON_INTERPRET=1 on a machine without one runs kernels on the CPU"
         if reason := impl.refuses(**args):
             return reason
+        for k in self.mutates:
+            if args[k].requires_grad and torch.is_grad_enabled():
+                return f"{k} is changed in place and must not ask for a gradient; detach it, or call under torch.no_grad()"
         if "@" not in name:
             return None
         call = self.call(args)
@@ -219,6 +239,17 @@ class Op:
         return f"the tile must be one of {list(known)} for these arguments, got {tile!r}" if known else (
             f"has no tiles to choose among for these arguments here, got {tile!r}; impl={base(name)!r} takes its own"
         )
+
+    def unfit(self, args: dict) -> str | None:
+        """None, or why no impl can take these arguments: one of a wrong kind, else what the op's own check says."""
+        for name, kind in self.kinds.items():
+            if name in args and (reason := wrong(name, kind, args[name])):
+                return reason
+        return self.check(**args)
+
+    def plain(self, args: dict) -> dict:
+        """The arguments with numbers of numpy, or of another package, as Python's own."""
+        return {name: plain(self.kinds[name], value) for name, value in args.items()}
 
     def why_not(self, name: str, args: dict) -> str | None:
         """None, or why this impl cannot serve these arguments on this machine."""

@@ -1,29 +1,35 @@
 """Record a model's calls, choose an impl for each, then choose how the whole model runs; verified whole, timed whole.
 
 A plan is a variant of the model, its choices, torch.compile or not, CUDA graph or not. Every plan's loss and every one of
-its gradients must pass against the plain variant in float64 before it is timed, and it is timed in turns with the
-plain eager model, so its speed-up is a ratio from one run.
+its gradients must pass against the plain variant in float64 before it is timed. Those that pass stay in memory and race
+each other and the plain eager model in turns, so that every speed-up is a ratio from one run.
 """
 
 import contextlib
 import gc
-from collections.abc import Callable, Iterator
+import sys
+import types
+from collections.abc import Callable, Collection, Iterator
 from dataclasses import asdict, dataclass, replace
+from typing import Any
 
 import torch
 
 from whet.choices import Choices, Recorder
 from whet.lock import Lock
 from whet.machine import commit
-from whet.measure import Graph, Timing, compare, fastest, now
+from whet.measure import Graph, Race, now, race
 from whet.models import Model, find
 from whet.op import Call, discover
-from whet.tune import modes_here, reduced_note, save_plans, tune
+from whet.race import Outcome, Ratio, decide, paired, through
+from whet.tune import forget, modes_here, reduced_note, save_plans, tune
 from whet.verify import judge
 
 STEPS = {"float32": None, "tf32": 2.0**-10, "bfloat16": torch.finfo(torch.bfloat16).eps}  # a matmul operand's rounding step
 PRECISIONS = tuple(STEPS)
 BEFORE = "before: plain eager"
+OUT_OF_MEMORY = "out of memory"
+ROOM = 1.2  # times the most memory that a plan took: what must be free for the next one beside those that wait for the race
 
 
 @dataclass(frozen=True)
@@ -68,6 +74,20 @@ def precision_set(precision: str, device: str) -> Iterator[None]:
         torch.set_float32_matmul_precision(before)
 
 
+def own_code(method: Any) -> Callable:
+    """The method with a code object of its own.
+
+    torch.compile keeps graphs by code object: two plans of one model that race each other would check each other's guards
+    at every step (seen on an H200: 61 ms a step instead of 25).
+    """
+    function = method.__func__
+    copy = types.FunctionType(
+        function.__code__.replace(), function.__globals__, function.__name__, function.__defaults__, function.__closure__
+    )
+    copy.__kwdefaults__ = function.__kwdefaults__
+    return types.MethodType(copy, method.__self__)
+
+
 class Runner:
     """One plan made real: a model with the given weights, its optimizer, and a step to call."""
 
@@ -81,7 +101,7 @@ class Runner:
         self.optimizer = torch.optim.AdamW(
             self.module.parameters(), lr=config.lr, fused=None if before else True, capturable=not before and device == "cuda"
         )
-        self.forward = torch.compile(self.module, dynamic=False) if plan.compiled else self.module
+        self.forward = torch.compile(own_code(self.module.forward), dynamic=False) if plan.compiled else self.module
         self.step: Callable = self.one_step
         if plan.graph:
             self.capture()
@@ -143,12 +163,31 @@ def _peak(into: dict, origin: int) -> Iterator[None]:
 
 def _reason(e: Exception) -> str:
     if isinstance(e, torch.cuda.OutOfMemoryError):
-        return "out of memory"
+        return OUT_OF_MEMORY
     return f"{type(e).__name__}: {(str(e).strip().splitlines() or [''])[0][:200]}"
 
 
+class PlanFailed(Exception):
+    """A plan raised while it was raced."""
+
+    def __init__(self, name: str, cause: Exception):
+        super().__init__(name)
+        self.name, self.cause = name, cause
+
+
+def _named(name: str, step: Callable) -> Callable:
+    """A step whose failure says whose it is."""
+    def run():
+        try:
+            return step()
+        except Exception as e:
+            raise PlanFailed(name, e) from e
+
+    return run
+
+
 class Trial:
-    """All plans of one model tried against one baseline."""
+    """All plans of one model: each built and verified, then raced together."""
 
     def __init__(self, model: Model, config, precision: str, seconds: float):
         self.model, self.config, self.precision, self.seconds = model, config, precision, seconds
@@ -156,6 +195,10 @@ class Trial:
         self.graphs = self.device == "cuda"
         self.choices: dict[str, Choices] = {}
         self.ready: dict[str, tuple[dict, Runner | None, int]] = {}
+        self.results: dict[str, dict] = {}
+        self.entered: dict[str, Callable] = {}  # the steps of verified plans that wait in memory for the race
+        self.heats: list[Race] = []
+        self.wrong: set[str] = set()  # plans that failed their check
         plain = model.build(config, model.plain, Choices(default="eager"))
         self.weights = {n: p.detach().to(self.device) for n, p in plain.named_parameters()}
         self.truth = oracle(model, config, self.weights, self.device)
@@ -173,7 +216,16 @@ class Trial:
         choices = fixed.get(plan.choices) or self.choices[plan.mode]
         return Runner(self.model, self.config, plan, choices, self.weights, self.device, precision or self.precision)
 
-    def run(self, plan: Plan) -> list[dict]:
+    def run(self, plan: Plan) -> None:
+        """Build and verify the plan; where memory is short, first race those that wait in it, and let them go."""
+        results = self._run(plan)
+        if self.entered and any(r["why"] == OUT_OF_MEMORY for r in results):
+            self.heat()
+            self._run(plan)
+        if not self._room():
+            self.heat()
+
+    def _run(self, plan: Plan) -> list[dict]:
         """The plan, and on a GPU the same under a CUDA graph; a compiled model is compiled once for both."""
         result, runner, origin = self.ready.pop(plan.name) if plan.name in self.ready else self.prepare(plan)
         results = [self.finish(result, runner)]
@@ -183,9 +235,13 @@ class Trial:
             graphed = replace(plan, name=plan.name + " + CUDA graph", graph=True)
             result, runner, _ = self.prepare(graphed, runner, origin)
             results.append(self.finish(result, runner))
-        if plan.compiled:
-            torch._dynamo.reset()
         return results
+
+    def _room(self) -> bool:
+        if not torch.cuda.is_available():
+            return True
+        free = torch.cuda.mem_get_info()[0] + torch.cuda.memory_reserved() - torch.cuda.memory_allocated()
+        return free > ROOM * max((r.get("peak_mb", 0.0) for r in self.results.values()), default=0.0) * 1e6
 
     def prepare(self, plan: Plan, runner: Runner | None = None, origin: int | None = None) -> tuple[dict, Runner | None, int]:
         """Build (or capture), compile and warm up: the part of a plan that may be done while others use the GPU."""
@@ -212,15 +268,17 @@ class Trial:
                 self.ready[plan.name] = self.prepare(plan)
 
     def finish(self, result: dict, runner: Runner | None) -> dict:
-        """Verify, then time in turns with the baseline. A plan that fails keeps its reason and loses its candidacy."""
+        """Verify, then enter for the race. A plan that fails keeps its reason and loses its candidacy."""
+        self.results[result["name"]] = result
         if runner is None:
             return result
         try:
             verdict = judge(self._complete(runner.evidence()), self.eager, self.truth, STEPS[self.precision])
             result |= {"ok": verdict.ok, "why": verdict.why, "share": round(verdict.share, 4)}
             if verdict.ok:
-                runs = {BEFORE: self.before.step, result["name"]: runner.step}
-                self._note(result, compare(runs, seconds=self.seconds, flush=False, least=3))
+                self.entered[result["name"]] = runner.step
+            else:
+                self.wrong.add(result["name"])
         except Exception as e:  # whatever a plan dies of costs its candidacy, never the run
             result |= {"ok": False, "why": _reason(e)}
         return result
@@ -228,17 +286,44 @@ class Trial:
     def _complete(self, evidence: dict) -> dict:
         return {name: evidence.get(name) for name in self.truth}
 
-    def _note(self, result: dict, timings: dict[str, Timing]) -> None:
-        before, t = timings[BEFORE], timings[result["name"]]
-        rate = self.config.batch / t.ms * 1e3
-        result |= t.as_dict() | {"before_ms": round(before.ms, 4), "speedup": round(before.ms / t.ms, 4)}
-        result["samples_per_s"] = round(rate, 1)
-        result.pop("peak_mib")
-        samples = self.before_result.setdefault("all_ms", [])
-        samples.append(before)
-        middle = sorted(samples, key=lambda b: b.ms)[len(samples) // 2]
-        self.before_result |= {k: v for k, v in middle.as_dict().items() if k != "peak_mib"}
-        self.before_result["samples_per_s"] = round(self.config.batch / middle.ms * 1e3, 1)
+    def heat(self) -> None:
+        """Race the plans in memory and the plain model against each other, then let the plans go."""
+        while self.entered:
+            runs = {name: _named(name, step) for name, step in {BEFORE: self.before.step, **self.entered}.items()}
+            try:
+                self._note(race(runs, keep=BEFORE, seconds=self.seconds, flush=False))
+                break
+            except PlanFailed as e:
+                for name in list(self.entered) if e.name == BEFORE else [e.name]:
+                    self.results[name] |= {"ok": False, "why": _reason(e.cause)}
+                    del self.entered[name]
+        self.entered.clear()
+        if "torch._dynamo" in sys.modules:
+            torch._dynamo.reset()
+        gc.collect()
+
+    def _note(self, raced: Race) -> None:
+        self.heats.append(raced)
+        before = raced.timings[BEFORE]
+        for name, t in raced.timings.items():
+            result = self.before_result if name == BEFORE else self.results[name]
+            result |= {k: v for k, v in t.as_dict().items() if k != "peak_mib"}
+            result["samples_per_s"] = round(self.config.batch / t.ms * 1e3, 1)
+            if name != BEFORE:
+                gain = paired(raced.times[BEFORE], raced.times[name])
+                result |= {"before_ms": round(before.ms, 4), "speedup": round(gain.value, 4)}
+
+    def outcome(self) -> Outcome:
+        """What the race chose. Plans that were not in memory together are compared by their ratios to the plain model."""
+        if not self.heats:
+            return Outcome(BEFORE, "no other plan passed", {BEFORE: Ratio(1.0, 1.0, 1.0, 0)}, True)
+        if len(self.heats) == 1:
+            return self.heats[0].outcome
+        over = {n: paired(ms, h.times[BEFORE]) for h in self.heats for n, ms in h.times.items()}
+        best = min(over, key=lambda n: over[n].value)
+        found = decide(list(over), best, lambda a, b: through(over[a], over[b]), BEFORE)
+        why = f"{found.why}; raced in {len(self.heats)} groups, since memory does not hold all plans at once"
+        return replace(found, why=why)
 
 
 def optimize(
@@ -269,43 +354,62 @@ def optimize(
     with precision_set(precision, device):
         calls = record_calls(model, config, device)
     recorded = now()
-    trial, results, todo = Trial(model, config, precision, seconds), [], plans(model)
+    trial, todo = Trial(model, config, precision, seconds), plans(model)
     trial.choices = tune(calls, lock, progress=progress, seconds=0.1, meanwhile=lambda: trial.prepare_early(todo))
     tuned = now()
     for i, plan in enumerate(todo):
-        progress(f"plan: {plan.name}", i, len(todo))
-        results += trial.run(plan)
-    progress("done", len(todo), len(todo))
-    trial.before_result.pop("all_ms", None)
-    result = conclude(key, config, [trial.before_result, *results], calls)
+        progress(f"plan: {plan.name}", i, len(todo) + 1)
+        trial.run(plan)
+    progress("plans: racing", len(todo), len(todo) + 1)
+    trial.heat()
+    progress("done", len(todo) + 1, len(todo) + 1)
+    result = conclude(key, config, trial, calls)
     phases = {"record": recorded - started, "tune": tuned - recorded, "plans": now() - tuned}
     result |= {"seconds": round(now() - started, 1), "phases": {k: round(v, 1) for k, v in phases.items()}}
+    entries = _entries(lock, result["calls"])
+    forget(lock, [f"{k} @ {mode}" for k in _keys(result["calls"]) for mode in result["forgotten"]])
     save_plans(lock, key, result)
-    return result | {"from_lock": False, "entries": _entries(lock, result["calls"])}
+    return result | {"from_lock": False, "entries": entries}
 
 
-def conclude(key: str, config, results: list[dict], calls: list[tuple[Call, int]]) -> dict:
-    """The fastest verified plan; within the spread the simpler one, which comes first.
-
-    Each plan ran in turns with the baseline, at another time than the other plans: so plans are compared by their share
-    of the baseline that ran beside them.
-    """
-    timed = {}
+def conclude(key: str, config, trial: Trial, calls: list[tuple[Call, int]]) -> dict:
+    """The plan that the race chose, every plan with the ratio that decided, and what there is to say of them."""
+    found, results = trial.outcome(), [trial.before_result, *trial.results.values()]
     for r in results:
-        if r["ok"] and "ms" in r:
-            beside = r.get("before_ms", r["ms"])
-            timed[r["name"]] = Timing(r["ms"] / beside, r["low"] / beside, r["high"] / beside, r["samples"])
-    chosen, tied = fastest(timed, tuple(timed)) if timed else (BEFORE, False)
+        if r["name"] in found.ratios and r["ok"]:
+            r |= found.ratios[r["name"]].as_dict()
+    busy = next((heat.busy for heat in trial.heats if heat.busy), "")
+    forgotten = distrusted(results, trial.wrong)
+    lost = f" The choices for {' and '.join(forgotten)} mode failed in the whole model and were taken out of the lock."
     return {
-        "target": key, "config": repr(config), "plans": results, "chosen": chosen, "tied": tied,
-        "note": reduced_note(), "commit": commit(),
-        "speedup": next(r.get("speedup", 1.0) for r in results if r["name"] == chosen),
+        "target": key, "config": repr(config), "plans": results, "chosen": found.chosen, "tied": found.tied, "why": found.why,
+        "note": reduced_note() + (lost if forgotten else ""), "commit": commit(), "forgotten": forgotten,
+        "speedup": next(r.get("speedup", 1.0) for r in results if r["name"] == found.chosen),
         "calls": [{"call": asdict(call), "count": count} for call, count in calls],
-    }
+    } | ({"busy": busy} if busy else {})
+
+
+def distrusted(results: list[dict], wrong: Collection[str]) -> list[str]:
+    """The modes whose choices made the whole model wrong: as they stand, or in every plan that used them and was checked."""
+    found = []
+    for mode in modes_here():
+        using = [r for r in results if r.get("choices") == "tuned" and _mode(r) == mode]
+        failed = [r for r in using if r["name"] in wrong]
+        if any(not r["compiled"] for r in failed) or (failed and not any(r["ok"] for r in using)):
+            found.append(mode)
+    return found
+
+
+def _mode(result: dict) -> str:
+    """The mode in which the choices of a plan were made."""
+    return modes_here()[-1] if result["compiled"] else "graph" if result["graph"] else "eager"
+
+
+def _keys(calls: list[dict]) -> list[str]:
+    ops = discover()
+    return list({(c := Call(**item["call"])).bucketed(ops[c.op]).key: None for item in calls})
 
 
 def _entries(lock: Lock, calls: list[dict]) -> list[dict]:
     """The lock's entries for these calls, each mode: what the proof table shows."""
-    ops = discover()
-    keys = {(c := Call(**item["call"])).bucketed(ops[c.op]).key: None for item in calls}
-    return [lock.calls[f"{k} @ {m}"] for k in keys for m in modes_here() if f"{k} @ {m}" in lock.calls]
+    return [lock.calls[f"{k} @ {m}"] for k in _keys(calls) for m in modes_here() if f"{k} @ {m}" in lock.calls]

@@ -36,6 +36,10 @@ How = Annotated[str, option("auto, graph or persistent: how greedy tokens are de
 RandomWeights = Annotated[str | None, option("qwen3:0.6b, say, in place of MODEL (default: none).")]
 Chat = Annotated[bool | None, option("By the model's chat template or not (default: if it has one).", "--chat/--raw")]
 IgnoreEos = Annotated[bool, option("Go on past the model's end tokens (default off).", "--ignore-eos")]
+Verify = Annotated[bool, option(
+    "Verify the decode kernels when a model of this shape is first met on this GPU (default on), or run them as they are.",
+    "--verify/--no-verify", show_default=False,
+)]
 Device = Annotated[str, option("auto (the GPU where there is one), cpu or cuda.")]
 
 Model = Annotated[str | None, option("A size for random weights, or a folder (default qwen3:0.6b; on a CPU qwen3:tiny).")]
@@ -130,9 +134,8 @@ class Telling:
             raise ValueError(self.completion.error)
 
     def as_dict(self) -> dict:
-        made, floor = self.completion, None
-        if made.bytes_per_token:
-            floor = made.bytes_per_token / (measure.ceilings().copy_gbs * 1e9)
+        made, roof = self.completion, measure.known_ceilings()
+        floor = made.bytes_per_token / (roof.copy_gbs * 1e9) if made.bytes_per_token and roof else None
         reason, error = ("interrupted", None) if self.stopped else (made.reason, made.error)
         return asdict(made) | {
             "reason": reason, "error": error, "tokens_per_s": made.tokens_per_s, "floor_share": made.floor_share,
@@ -143,8 +146,8 @@ class Telling:
 def generate(
     words: Words = None, max_new_tokens: MaxNew = 256, temperature: Temperature = 0.0, top_k: TopK = 0, top_p: TopP = 1.0,
     seed: Seed = 0, quant: Quant = None, speculate: Speculate = None, path: How = "auto",
-    random_weights: RandomWeights = None, chat: Chat = None, ignore_eos: IgnoreEos = False, device: Device = "auto",
-    as_json: Json = False,
+    random_weights: RandomWeights = None, chat: Chat = None, ignore_eos: IgnoreEos = False, verify: Verify = True,
+    device: Device = "auto", as_json: Json = False,
 ):
     """Text from a prompt as it comes, then tokens/s, seconds to the first token, and the share of the bandwidth floor.
 
@@ -161,7 +164,8 @@ def generate(
         if speculate is not None and temperature > 0:
             raise ValueError(f"generate: --speculate needs temperature 0, got {temperature}; leave out --speculate")
         how: dict[str, Any] = dict(quant=quant, speculate=speculate, path=path, random_weights=random_weights)
-        llm = LLM(model, device=device, max_batch=1, **how)
+        with progress_bar(not as_json) as progress:
+            llm = LLM(model, device=device, max_batch=1, verify=verify, progress=progress, **how)
         telling = Telling(began, measure.since_start() - began, not as_json)
         stream = llm.stream(asked_of(llm, prompt, chat), **options)
         if temperature == 0 and (top_k, top_p, seed) != (0, 1.0, 0):

@@ -12,11 +12,14 @@ import torch
 from whet import machine
 from whet.choices import Choices
 from whet.lock import Lock
-from whet.measure import MODES, Timing, fastest
-from whet.op import DTYPES, SIMPLICITY, Call, Op, base, discover
+from whet.measure import MODES
+from whet.op import DTYPES, Call, Op, base, discover
+from whet.race import Timing, apart_outcome, outcome
+from whet.source import fingerprint
 from whet.worker import Lost, Worker
 
 LIMIT_S = 120.0  # a candidate that takes longer to compile and verify is given up
+DECIDED = ("chosen", "untimed", "why", "ms", "vs_eager", "rival", "vs_rival", "floor_ms", "bound", "bytes", "flops", "busy")
 VERIFIERS = 8  # children that verify side by side: verifying is mostly compiling, which is the host's work
 
 
@@ -74,6 +77,7 @@ class Work:
         for key, call in self.calls.items():
             for mode in modes:
                 self.entry(call, mode)["count"] = counts[key]
+                self.drop_edited(call, mode)
         self.timer = Worker(preload=preload, warm=True)
         self.saving = threading.Lock()
         self.done = 0
@@ -91,6 +95,16 @@ class Work:
     def open(self, call: Call) -> list[str]:
         """The modes in which this call's choice is still to be made."""
         return [mode for mode in self.modes if not self.entry(call, mode).get("chosen")]
+
+    def drop_edited(self, call: Call, mode: str) -> None:
+        """What was proved from another source is proved again; then the choice is made again as well."""
+        entry, op = self.entry(call, mode), self.ops[call.op]
+        edited = [n for n, c in entry["candidates"].items() if base(n) in op.impls and c.get("source") != fingerprint(op, n)]
+        for name in edited:
+            del entry["candidates"][name]
+        if edited:
+            for fact in DECIDED:
+                entry.pop(fact, None)
 
     def tick(self, text: str, done: int = 1) -> None:
         self.done += done
@@ -135,15 +149,18 @@ class Work:
     def _known(self, call: Call, name: str) -> dict | None:
         """What the lock says of this candidate's correctness, learned for any mode."""
         twins = (e["candidates"] for e in self.lock.calls.values() if e["call"] == asdict(call))
-        return next((_verdict(candidates[name]) for candidates in twins if name in candidates), None)
+        source = fingerprint(self.ops[call.op], name)
+        known = (candidates[name] for candidates in twins if name in candidates)
+        return next((_verdict(c) for c in known if c.get("source") == source), None)
 
     def _verify(self, call: Call, name: str, worker: Worker, interpreter: Worker) -> dict:
         op = self.ops[call.op]
+        proved_from = {"source": fingerprint(op, name)}
         if op.impl(name).needs == "triton" and not torch.cuda.is_available():
             reduced = {k: min(v, op.tiny[k]) if k in op.tiny and isinstance(v, int) else v for k, v in call.case.items()}
             small = Call(call.op, reduced, call.dtype, call.grad)
-            return _ask_verify(interpreter, small, name, self.limit_s) | {"interpreted": small.key}
-        return _ask_verify(worker, call, name, self.limit_s)
+            return _ask_verify(interpreter, small, name, self.limit_s) | proved_from | {"interpreted": small.key}
+        return _ask_verify(worker, call, name, self.limit_s) | proved_from
 
     def measure_all(self, seconds: float) -> None:
         for key, names in self.names.items():
@@ -160,7 +177,7 @@ class Work:
                 self.tick(f"timed {call.op} {mode}")
 
     def _time(self, call: Call, mode: str, seconds: float, names: list[str]) -> dict:
-        request = dict(call=asdict(call), impls=names, mode=mode, seconds=seconds)
+        request = dict(call=asdict(call), impls=names, mode=mode, seconds=seconds, threads=machine.this_machine().threads)
         try:
             return self.timer.ask(self.limit_s * len(names), what="measure", **request)
         except Lost as e:
@@ -169,15 +186,16 @@ class Work:
 
 def _verdict(candidate: dict) -> dict:
     """What verification said of a candidate, less what timing added."""
-    return {k: v for k, v in candidate.items() if k in ("ok", "share", "why", "interpreted", "proved")}
+    return {k: v for k, v in candidate.items() if k in ("ok", "share", "why", "rule", "source", "interpreted", "proved")}
 
 
 def _ask_verify(worker: Worker, call: Call, name: str, limit_s: float) -> dict:
     try:
         answer = worker.ask(limit_s, what="verify", call=asdict(call), impl=name)
     except Lost as e:
-        answer = {"error": str(e)}
-    return answer if "ok" in answer else {"ok": False, "share": 0.0, "why": answer["error"], "raised": True}
+        answer = {"error": str(e), "hung": e.hung}
+    # What hung has had its turn: another, alone, would cost its limit again.
+    return answer if "ok" in answer else {"ok": False, "share": 0.0, "why": answer["error"], "raised": not answer.get("hung")}
 
 
 def _choose(entry: dict, op: Op, names: list[str], timed: Callable[[list[str]], dict]) -> None:
@@ -189,10 +207,9 @@ def _choose(entry: dict, op: Op, names: list[str], timed: Callable[[list[str]], 
     if not able and all("refused" not in c["why"] for c in found.values() if not c["ok"]):
         raise ValueError(f"{op.name}: no candidate could run; {said}")
     if not able:
-        entry |= {"chosen": op.stock, "why": f"nothing to time: no candidate was verified; {said}"}
+        entry |= {"chosen": op.stock, "untimed": True, "why": f"nothing to time: no candidate was verified; {said}"}
         return
     answer = timed(able)
-    how = ""
     if "error" in answer:  # together they fail: find who, each alone
         together, alone = answer["error"], {name: timed([name]) for name in able}
         for name in able:
@@ -201,32 +218,50 @@ def _choose(entry: dict, op: Op, names: list[str], timed: Callable[[list[str]], 
         able = [n for n in able if found[n]["ok"]]
         answer = timed(able) if able else {"error": together}
         if "error" in answer and able:  # they fit one at a time only
-            answer = alone[able[0]] | {"timings": {n: alone[n]["timings"][n] for n in able}}
             how = f", timed one after another since together they failed: {together}"
+            answer = alone[able[0]] | {"timings": {n: alone[n]["timings"][n] for n in able}, "outcome": None, "how": how}
+    if wrong := answer.pop("wrong", {}):  # right at first, wrong on a later call: raced again without them
+        for name, why in wrong.items():
+            found[name] |= {"ok": False, "why": why, "rule": "after timing"}
+        return _choose(entry, op, names, timed)
     if "error" in answer:
-        entry |= {"chosen": op.stock, "why": f"nothing could be timed: {answer['error']}"}
+        entry |= {"chosen": op.stock, "untimed": True, "why": f"nothing could be timed: {answer['error']}"}
         return
-    _conclude(entry, answer, how)
+    _conclude(entry, answer, op.stock)
 
 
-def _conclude(entry: dict, answer: dict, how: str) -> None:
+def _conclude(entry: dict, answer: dict, stock: str) -> None:
+    """Enter each candidate's times, its ratio to the fastest, and the choice that these ratios gave."""
     timings = {n: Timing(**t) for n, t in answer.pop("timings").items()}
+    raced, how = answer.pop("outcome", None), answer.pop("how", "")
+    found = outcome(**raced) if raced else apart_outcome(timings, stock)
     for name, t in timings.items():
-        entry["candidates"][name] |= t.as_dict()
-    chosen, tied = fastest(timings, tuple(sorted(timings, key=lambda n: SIMPLICITY.index(base(n)))))
-    others = {n: t.ms for n, t in timings.items() if base(n) not in (base(chosen), "eager")}
-    best = timings[chosen].ms
-    entry |= answer | {"chosen": chosen, "ms": best}
+        entry["candidates"][name] |= t.as_dict() | found.ratios[name].as_dict()
+    entry.pop("untimed", None)
+    entry |= answer | {"chosen": found.chosen, "ms": timings[found.chosen].ms, "why": found.why + how}
     if "eager" in timings:
-        entry["vs_eager"] = round(timings["eager"].ms / best, 4)
-    if others:
-        rival = min(others, key=lambda n: others[n])
-        entry |= {"rival": rival, "vs_rival": round(others[rival] / best, 4)}
-    entry["why"] = ("a tie: the simplest is kept" if tied else "fastest of the verified") + how
+        entry["vs_eager"] = round(found.over("eager"), 4)
+    if others := [n for n in timings if base(n) not in (base(found.chosen), "eager")]:
+        rival = min(others, key=found.over)
+        entry |= {"rival": rival, "vs_rival": round(found.over(rival), 4)}
+
+
+def forget(lock: Lock, keys: Iterable[str]) -> None:
+    """Take entries out of the lock, so that they steer no call any more."""
+    for key in keys:
+        if key in lock.calls:
+            del lock.calls[key]
+    lock.save()
 
 
 def save_plans(lock: Lock, target: str, result: dict) -> None:
     lock.plans[target] = result
+    lock.save()
+
+
+def save_decoder(lock: Lock, key: str, verdict: dict) -> None:
+    """What verification said of a way to decode: {"ok": bool, "why": str, ...}."""
+    lock.decoders[key] = verdict
     lock.save()
 
 

@@ -8,10 +8,8 @@ import contextlib
 import importlib.util
 import json
 import os
-import selectors
-import subprocess
+import signal
 import sys
-import tempfile
 import threading
 from collections.abc import Callable
 from dataclasses import replace
@@ -20,15 +18,15 @@ from pathlib import Path
 import torch
 
 from whet import machine
-from whet.measure import ceilings, compare, stepper
+from whet.child import Child, Lost
+from whet.isolation import Leftovers, isolated
+from whet.measure import ceilings, race, stepper
 from whet.op import DTYPES, Call, Op, base, discover
-from whet.verify import verify_case
+from whet.prove import provable, prove, run_once, wrong_now
 
-START_LIMIT_S = 120.0
-
-
-class Lost(Exception):
-    """The worker died or was stopped; the message says how."""
+SHAPES: dict[str, dict] = {  # of an answer that is no error
+    "verify": {"ok": bool, "share": (int, float), "why": str}, "measure": {"timings": dict},
+}
 
 
 class Worker:
@@ -39,10 +37,10 @@ class Worker:
 
     def __init__(self, interpret: bool = False, preload: str | None = None, warm: bool = False):
         self.interpret, self.preload, self.warm = interpret, preload, warm
-        self.process: subprocess.Popen | None = None
+        self.child: Child | None = None
 
     def start(self) -> None:
-        if self.process is not None:
+        if self.child is not None:
             return
         # One compile thread: an op is two or three kernels, and a pool of compilers per child costs more than it compiles.
         env = os.environ | {"TRITON_INTERPRET": "1" if self.interpret else "0", "TORCHINDUCTOR_COMPILE_THREADS": "1"}
@@ -50,55 +48,41 @@ class Worker:
         root = str(Path(__file__).resolve().parent.parent)
         start = f"import sys; sys.path[0] = {root!r}; from whet.worker import main; main()"
         options = [*(["--preload", self.preload] if self.preload else []), *(["--warm"] if self.warm else [])]
-        command = [sys.executable, "-c", start, *options]
-        self.errors = tempfile.TemporaryFile("w+")  # noqa: SIM115 (lives as long as the child)
-        self.process = subprocess.Popen(
-            command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=self.errors, env=env, text=True,
-            start_new_session=True,  # Ctrl-C is the parent's to handle
-        )
+        self.child = Child([sys.executable, "-c", start, *options], env)
 
     def ask(self, limit_s: float, **request) -> dict:
-        """The child's answer. Raises Lost if it dies or takes longer than limit_s."""
-        fresh = self.process is None
+        """The child's answer. Raises Lost if it dies, takes longer than limit_s, or says what is no answer."""
         self.start()
-        assert self.process and self.process.stdin and self.process.stdout
+        assert self.child
         try:
-            self.process.stdin.write(json.dumps(request) + "\n")
-            self.process.stdin.flush()
-        except BrokenPipeError:
-            raise self._lost() from None
-        with selectors.DefaultSelector() as selector:
-            selector.register(self.process.stdout, selectors.EVENT_READ)
-            if not selector.select(limit_s + (START_LIMIT_S if fresh else 0)):
-                self.stop()
-                raise Lost(f"took longer than {limit_s:.0f} s")
-        line = self.process.stdout.readline()
-        if not line:
-            raise self._lost()
-        answer = json.loads(line)
+            answer = self.child.ask(limit_s, request)
+        except Lost:
+            self.child = None
+            raise
         if answer.pop("poisoned", False):
             self.stop()
+        if not well_formed(request["what"], answer):
+            self.stop()
+            raise Lost("answered in another form than was asked for")
         return answer
 
-    def _lost(self) -> Lost:
-        assert self.process
-        code = self.process.wait()
-        self.errors.seek(0)
-        tail = [line.strip() for line in self.errors.read().splitlines() if line.strip()][-1:] or ["no message"]
-        self.process = None
-        return Lost(f"the process died ({f'signal {-code}' if code < 0 else f'exit {code}'}): {tail[0][:200]}")
-
     def stop(self) -> None:
-        if self.process is not None:
-            self.process.kill()
-            self.process.wait()
-            self.process = None
+        if self.child is not None:
+            self.child.stop()
+            self.child = None
 
     def __enter__(self):
         return self
 
     def __exit__(self, *_):
         self.stop()
+
+
+def well_formed(what: str, answer: dict) -> bool:
+    """Whether an answer is an error in words, or holds what its kind of question asks for."""
+    if "error" in answer:
+        return isinstance(answer["error"], str)
+    return all(isinstance(answer.get(name), kind) for name, kind in SHAPES.get(what, {}).items())
 
 
 @torch.no_grad()
@@ -108,48 +92,88 @@ def _args(op: Op, call: Call) -> dict:
 
 
 def answer_verify(call: Call, impl: str) -> dict:
-    """The verdict on a candidate, at op.proof's case; "proved" is the key of that call where it is not the call itself."""
-    op = discover()[call.op]
-    proof = replace(call, case=op.proof(dict(call.case)))
-    if proof == call:
-        proved = {}
-    elif reason := op.why_not(base(impl), _args(op, call)):
+    """The verdict on a candidate; "proved" is the key of the call that was proved in full where it is not the call itself."""
+    op, device = discover()[call.op], machine.this_machine().device
+    if reason := op.why_not(base(impl), _args(op, call)):
         return {"ok": False, "share": 0.0, "why": f"refused: {reason}"}
-    else:
-        proved = {"proved": proof.key}
-    verdict = verify_case(op, impl, dict(proof.case), call.dtype, machine.this_machine().device, grad=call.grad)
-    return {"ok": verdict.ok, "share": round(verdict.share, 4), "why": verdict.why} | proved
+    proof = replace(call, case=provable(op, dict(call.case), call.dtype))
+    verdict = prove(op, impl, call, device)
+    answer = {"ok": verdict.ok, "share": round(verdict.share, 4), "why": verdict.why}
+    return answer | ({"rule": verdict.rule} if verdict.rule else {}) | ({} if proof == call else {"proved": proof.key})
 
 
 def answer_measure(call: Call, impls: list[str], mode: str, seconds: float) -> dict:
+    """The race of a call's verified candidates, simplest first, and the call's floor."""
     op = discover()[call.op]
     args = _args(op, call)
     steps = {name: stepper(op, op.candidate(name).run, args, call.grad) for name in impls}
-    timings = compare(steps, mode=mode, seconds=seconds)
+    found = race(steps, keep=op.stock, mode=mode, seconds=seconds)
     cost, roof = op.cost(**args), ceilings()
     floor = roof.floor_ms(cost, call.grad, call.dtype)
     moved, flops = cost.of(call.grad)
+    del args, steps
     return {
-        "timings": {name: t.as_dict() for name, t in timings.items()},
+        "wrong": wrong_now(op, impls, call, machine.this_machine().device),
+        "timings": {name: t.as_dict() for name, t in found.timings.items()}, "outcome": found.outcome.as_dict(),
         "floor_ms": round(floor, 6), "bound": roof.bound(cost, call.grad, call.dtype), "bytes": moved, "flops": flops,
-    }
+    } | ({"busy": found.busy} if found.busy else {})
 
 
-ANSWERS: dict[str, Callable[..., dict]] = {"verify": answer_verify, "measure": answer_measure}
+def answer_once(call: Call, impl: str) -> dict:
+    """A candidate run once more, for what it leaves behind."""
+    run_once(discover()[call.op], impl, call, machine.this_machine().device)
+    return {}
+
+
+ANSWERS: dict[str, Callable[..., dict]] = {"verify": answer_verify, "measure": answer_measure, "once": answer_once}
+AGAIN = {"verify": "once"}  # what is asked the second time in place of it, where that is enough to see what is left behind
 
 
 def _answer(request: dict) -> dict:
+    """The answer to a request. What a candidate leaves behind counts if it does so twice: a first use may keep files open."""
+    streams, before = _streams(), Leftovers.now()
+    answer = _attempt(dict(request))
+    left = Leftovers.now().since(before)
+    if _streams() != streams:
+        return {"error": "closes or replaces the standard streams", "poisoned": True}
+    if "error" in answer or not left or request["what"] == "measure":
+        return answer | ({"poisoned": True} if "error" in answer and left else {})
+    before = Leftovers.now()
+    once = _attempt(dict(request) | {"what": AGAIN.get(request["what"], request["what"])})
+    if "error" in once or (left := Leftovers.now().since(before)):
+        return {"error": once.get("error") or f"leaves {left} after each turn", "poisoned": True}
+    return answer
+
+
+def _streams() -> list[tuple[int, int] | None]:
+    """Which files are standard input, output and error."""
+    found: list[tuple[int, int] | None] = []
+    for fd in range(3):
+        try:
+            found.append((os.fstat(fd).st_dev, os.fstat(fd).st_ino))
+        except OSError:
+            found.append(None)
+    return found
+
+
+def _attempt(request: dict) -> dict:
     what = request.pop("what")
+    changed: list[str] = []
+    if threads := request.pop("threads", None):  # the parent's number of them; set here, where no candidate is to blame
+        torch.set_num_threads(threads)
     try:
         call = Call(**request.pop("call"))
-        return ANSWERS[what](call, **request)
+        with isolated() as changed:
+            answer = ANSWERS[what](call, **request)
     except torch.cuda.OutOfMemoryError as e:
         torch.cuda.empty_cache()
         return {"error": f"out of memory: {str(e).split('.')[0]}"}
-    except Exception as e:  # a candidate may fail in any way; the reason goes to the report
+    except BaseException as e:  # a candidate may fail in any way, by exiting too; the reason goes to the report
         text = str(e).strip().splitlines() or [""]
         poisoned = torch.cuda.is_available() and "CUDA error" in str(e)
-        return {"error": f"{type(e).__name__}: {text[0][:200]}", "poisoned": poisoned}
+        also = f"; leaves {', '.join(changed)} changed" if changed else ""
+        return {"error": f"{type(e).__name__}: {text[0][:200]}{also}", "poisoned": poisoned}
+    return {"error": f"leaves {', '.join(changed)} changed"} if changed else answer
 
 
 def _end_with_parent() -> None:
@@ -157,33 +181,38 @@ def _end_with_parent() -> None:
     parent = os.getppid()
     while os.getppid() == parent:
         threading.Event().wait(1.0)
-    os._exit(1)
+    os.killpg(0, signal.SIGKILL)
 
 
-def _warm() -> None:
-    """What the first compiled candidate would wait for: a CUDA context, dynamo, inductor, a kernel built."""
+def _warm(compiler: bool) -> None:
+    """What the first candidate would wait for and leave open: a CUDA context; the first compiled one dynamo and inductor."""
     with contextlib.suppress(Exception):  # whatever is wrong shows again, with a reason, at the first request
         x = torch.ones(8, device="cuda", requires_grad=True)
-        torch.compile(lambda t: t.sin().square())(x).sum().backward()
-        torch._dynamo.reset()
+        if compiler:
+            torch.compile(lambda t: t.sin().square())(x).sum().backward()
+            torch._dynamo.reset()
 
 
 def main() -> None:
     threading.Thread(target=_end_with_parent, daemon=True).start()
-    replies = os.fdopen(os.dup(1), "w")
+    requests, replies = os.fdopen(os.dup(0)), os.fdopen(os.dup(1), "w")
+    os.dup2(os.open(os.devnull, os.O_RDONLY), 0)  # whoever reads standard input reads nothing, never a request
     os.dup2(2, 1)  # whatever candidates print goes to stderr, never between the answers
     if "--preload" in sys.argv:
         spec = importlib.util.spec_from_file_location("whet_preload", sys.argv[sys.argv.index("--preload") + 1])
         assert spec and spec.loader
         spec.loader.exec_module(importlib.util.module_from_spec(spec))
-    if "--warm" in sys.argv and torch.cuda.is_available():
-        _warm()
+    if torch.cuda.is_available():
+        _warm("--warm" in sys.argv)
+    print(json.dumps({"ready": True}), file=replies, flush=True)
     seen: collections.deque = collections.deque(maxlen=1)
-    for line in sys.stdin:
+    for line in requests:
         request = json.loads(line)
+        number = request.pop("id")
         if request["call"] not in seen:  # another call: guards of the last one's compiled graphs would only slow this one
+            if torch.cuda.is_initialized():
+                torch.cuda.empty_cache()  # for the children beside this one
             if "torch._dynamo" in sys.modules:
                 torch._dynamo.reset()
             seen.append(request["call"])
-        print(json.dumps(_answer(request)), file=replies, flush=True)
-
+        print(json.dumps(_answer(request) | {"id": number}), file=replies, flush=True)

@@ -120,7 +120,7 @@ class Child:
 def ask_worker(question: Question) -> None:
     """In the child: the tuner's own loop, given one request."""
     source, sink = os.pipe()
-    os.write(sink, (json.dumps({"what": "verify", "call": question.call, "impl": question.impl}) + "\n").encode())
+    os.write(sink, (json.dumps({"id": 0, "what": "verify", "call": question.call, "impl": question.impl}) + "\n").encode())
     os.close(sink)
     os.dup2(source, 0)
     sys.stdin, sys.argv = os.fdopen(0), ["whet-worker"]

@@ -22,7 +22,8 @@ def on_gpu(case: dict) -> dict:
     from whet.decode import proof
 
     config = dataclasses.replace(emulated.SMALL, vocab=30000, max_positions=8192, **changed(case))
-    return proof.verify_shape(config, path="persistent", fmt=case.get("quant"), device="cuda")
+    verdict = proof.verify_shape(config, path="persistent", fmt=case.get("quant") or "bf16", device="cuda")
+    return {"ok": verdict.ok, "share": verdict.share, "why": verdict.why, "rule": "" if verdict.ok else "decode"}
 
 
 def build(model, folder: str) -> ctypes.CDLL:

@@ -108,7 +108,8 @@ def opened(name: str, device: str = "auto", dtype: str = "auto"):
 
 
 def quantised_copy(model: Qwen3, quant: str) -> Qwen3:
-    made = Qwen3(model.c, model.variant, model.ops, device=model.embed.device, dtype=model.embed.dtype)
+    ops, where = model.ops if model.own_ops else None, dict(device=model.embed.device, dtype=model.embed.dtype)
+    made = Qwen3(model.c, model.variant, ops, **where)
     made.load_state_dict(model.state_dict())
     quantize(made.requires_grad_(False), quant)
     return made

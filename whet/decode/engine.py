@@ -27,6 +27,7 @@ from whet.decode.sampling import Sampling
 from whet.decode.serve import Server
 from whet.decode.speculate import Contest, Speculator
 from whet.decode.text import check_text
+from whet.decode.trust import Progress, Verifier, trusted, unseen
 
 SPECULATIONS = ("ngram",)
 Prompt = str | Sequence[int] | torch.Tensor
@@ -135,6 +136,9 @@ class LLM:
                      "auto": the kernel on the GPUs where it was verified, for models that fit it and contexts where it is
                      faster. Their logits differ in the last bits: a token that is all but tied can come out otherwise
     random_weights   "qwen3:0.6b", say, instead of a model: for benchmarks
+    verify           on a GPU the decode kernels are verified once for each shape of model (whet/decode/trust.py), in seconds;
+                     where they fail, stock calls decode. False: they are used as they are
+    progress         told what is verified, (text, done, of)
 
     One call at a time: a new one ends a stream that is still open. Any of them can be interrupted.
     """
@@ -142,26 +146,40 @@ class LLM:
     def __init__(
         self, model: str | Path | None = None, *, device: str = "auto", dtype: str | torch.dtype = "auto",
         quant: str | None = None, max_batch: int = 8, max_context: int | None = None, memory: int | float | str | None = None,
-        speculate: str | None = None, path: str = "auto", random_weights: str | None = None,
+        speculate: str | None = None, path: str = "auto", random_weights: str | None = None, verify: bool = True,
+        progress: Progress = lambda text, done, total: None,
     ):
         check_limits(max_batch, max_context, speculate, path)
         if quant is not None and quant not in QUANTS:
             raise ValueError(f"quant must be one of {', '.join(QUANTS)}, got {quant!r}")
-        opened, text = open_model(model, random_weights=random_weights, device=device, dtype=dtype)
-        if quant is not None:
-            quantize(opened, quant)
+        verifier = started(device) if verify else None
+        try:
+            opened, text = open_model(model, random_weights=random_weights, device=device, dtype=dtype)
+            if quant is not None:
+                quantize(opened, quant)
+            self._trust(opened, max_batch, speculate, path, verify, progress, verifier)
+        finally:
+            if verifier is not None:
+                verifier.close()
         self._set_up(opened, text, max_batch, max_context, memory, speculate, path)
 
     @classmethod
     def of(
         cls, model: Any, text: Any = None, *, max_batch: int = 8, max_context: int | None = None,
-        memory: int | float | str | None = None, speculate: str | None = None, path: str = "auto",
+        memory: int | float | str | None = None, speculate: str | None = None, path: str = "auto", verify: bool = True,
+        progress: Progress = lambda text, done, total: None,
     ) -> "LLM":
         """An engine for a model that is already open, as open_model gives it."""
         check_limits(max_batch, max_context, speculate, path)
         made = cls.__new__(cls)
+        made._trust(model, max_batch, speculate, path, verify, progress, None)
         made._set_up(model, text, max_batch, max_context, memory, speculate, path)
         return made
+
+    def _trust(self, model, max_batch, speculate, path, verify, progress, verifier) -> None:
+        """What may decode the model: decided before anything of it runs."""
+        wanted = "graph" if speculate else path
+        self.trust = trusted(model, wanted, max_batch, speculate is not None, verify, progress, verifier)
 
     def _set_up(self, model, text, max_batch, max_context, memory, speculate, path) -> None:
         positions = model.c.max_positions
@@ -170,9 +188,14 @@ class LLM:
         self.model, self.text = model, Numbers() if text is None else text
         self.device = model.embed.device
         self.cache = Cache(model.c, model.embed.dtype, self.device, memory, max_context or positions)
-        self.runner = Runner(model, self.cache, max_batch, "graph" if speculate else path)
+        self.runner = Runner(model, self.cache, max_batch, self._path(speculate, path), self.trust.kernels)
         self.server = Server(self.runner, Speculator(self.runner) if speculate else None)
         self.open: Stream | None = None
+
+    def _path(self, speculate: str | None, path: str) -> str:
+        """A kernel for all tokens only where it was found right; asked for where it does not fit, the runner says why not."""
+        one = self.trust.persistent or (path == "persistent" and not self.trust.why)
+        return path if one and not speculate else "graph"
 
     def generate(
         self, prompts: Prompt | Sequence[Prompt], *, max_new_tokens: int = 256, temperature: float = 0.0, top_k: int = 0,
@@ -265,6 +288,15 @@ class LLM:
             tokens, options.sampling(), min(options.max_new_tokens, longest - len(tokens)), Writer(self.text, options.stop),
             frozenset(() if options.ignore_eos else self.model.c.eos), options.reuse, Contest() if drafts else None,
         )
+
+
+def started(device: str) -> Verifier | None:
+    """A child process on its way while the weights are loaded, where nothing was ever verified here."""
+    if not torch.cuda.is_available() or str(device).startswith("cpu") or not unseen():
+        return None
+    made = Verifier()
+    made.start()
+    return made
 
 
 def is_one(prompts: Any) -> bool:

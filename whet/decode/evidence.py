@@ -17,7 +17,7 @@ import torch
 from whet.decode import load, quality, rivals
 from whet.decode.contender import Graph, Persistent
 from whet.decode.quantize import QUANTS
-from whet.models.qwen3 import Qwen3
+from whet.models.qwen3 import Qwen3, kernels
 
 PROMPT = " ".join(str(i) for i in range(1, 33))  # tokens as numbers, or the text itself where there is a tokenizer
 WARM = 3  # starts with the weights in the system's page cache
@@ -57,10 +57,13 @@ def forgotten(file: Path) -> bool:
 
 
 def child(where: Path, device: str) -> dict:
-    """`whet generate` of one token in a process of its own; it says itself how old it was at each point."""
+    """`whet generate` of one token in a process of its own; it says itself how old it was at each point.
+
+    Without verification: the first start of all takes that long more, any later one reads the verdict from the lock.
+    """
     root = str(Path(__file__).resolve().parents[2])
     start = f"import sys; sys.path[0] = {root!r}; from whet.cli import main; main()"
-    options = ["--max-new-tokens", "1", "--raw", "--ignore-eos", "--device", device, "--json"]
+    options = ["--max-new-tokens", "1", "--raw", "--ignore-eos", "--device", device, "--json", "--no-verify"]
     command = [sys.executable, "-c", start, "generate", str(where), PROMPT, *options]
     done = subprocess.run(command, capture_output=True, text=True, timeout=LIMIT_S)
     if done.returncode:
@@ -85,7 +88,7 @@ def graded(name: str, device: str, quants: list[str], progress: Callable[[str, i
         tokens = torch.randint(model.c.vocab, (count + 1,), generator=generator).tolist()
     else:
         tokens = text.encode(quality.text_sample(6 * count))[: count + 1]
-    run = quality.cached if gpu else quality.plain
+    run = by_kernels if gpu else quality.plain
     del model
     progress("quality: each quant", 0, 2)
     found = quality.compare_quants(build, tokens, quants or QUANTS, run=run, batch=8 if gpu else 1, more=kernel_of)
@@ -103,6 +106,12 @@ def graded(name: str, device: str, quants: list[str], progress: Callable[[str, i
     except Exception as e:
         result |= {"transformers": f"left out: {type(e).__name__}: {(str(e).splitlines() or [''])[0][:200]}"}
     return result | {"rows": [plain_json(s.as_dict(noise)) | {"name": n} for n, s in found.items()]}
+
+
+def by_kernels(model: Qwen3) -> quality.Logits:
+    """Token by token, by whet's kernels: what is scored here is what says whether they are right."""
+    model.ops = model.ops if model.own_ops else kernels()
+    return quality.cached(model)
 
 
 def kernel_of(model: Qwen3) -> dict[str, quality.Logits]:

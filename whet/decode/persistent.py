@@ -159,14 +159,19 @@ def compiler() -> concurrent.futures.Executor:
     return concurrent.futures.ThreadPoolExecutor(1, "whet-nvrtc")
 
 
+def wanted(model: Qwen3, path: str) -> bool:
+    """Whether it decodes this model, if it compiles and is right. auto: on the GPUs where it is TRUSTED."""
+    device = model.embed.device
+    if path == "graph" or unable(device) or unfit(model):
+        return False
+    return path == "persistent" or torch.cuda.get_device_capability(device) in TRUSTED
+
+
 def kernel_for(model: Qwen3, path: str) -> Persistent | None:
     """The kernel where it is wanted and fits. auto: on the GPUs where it is TRUSTED."""
-    device = model.embed.device
     if path == "persistent":
         return Persistent(model)
-    if path != "auto" or device.type != "cuda" or torch.cuda.get_device_capability(device) not in TRUSTED or unfit(model):
-        return None
-    return instead_of_graph(lambda: Persistent(model))
+    return instead_of_graph(lambda: Persistent(model)) if wanted(model, path) else None
 
 
 def instead_of_graph(made: Callable[[], Persistent]) -> Persistent | None:

@@ -2,7 +2,6 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from functools import cached_property
 from typing import Any
 
 from whet import measure
@@ -42,12 +41,15 @@ class Completion:
         """Tokens a second once the first is there."""
         return (len(self.tokens) - 1) / self.decode_s if self.decode_s else None
 
-    @cached_property
+    @property
     def floor_share(self) -> float | None:
-        """The time that reading the bytes takes at this GPU's measured copy rate, as a share of the time a token took."""
-        if self.bytes_per_token is None or self.tokens_per_s is None:
+        """The time that reading the bytes takes at this GPU's measured copy rate, as a share of the time a token took.
+
+        None where the rate was not measured yet: that is a benchmark of its own, which `whet machine` runs and keeps.
+        """
+        if self.bytes_per_token is None or self.tokens_per_s is None or (roof := measure.known_ceilings()) is None:
             return None
-        return self.tokens_per_s * self.bytes_per_token / (measure.ceilings().copy_gbs * 1e9)
+        return self.tokens_per_s * self.bytes_per_token / (roof.copy_gbs * 1e9)
 
 
 class Writer:

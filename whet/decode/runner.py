@@ -68,15 +68,17 @@ class Runner:
     pace      what a step adds to each of clock: 0 for a row that is idle, which is fed at one place again and again
     emitted   (rows, RING) what a burst chose, and the logits
     capture   how a step becomes a graph; None where steps are plain calls, as on a CPU
+    kernels   whether whet's kernels decode, or by what was measured and stock calls: where they were not verified
     persistent  the kernel that decodes one sequence greedily; None where it does not fit
     """
 
     one_pass = True  # see verify
 
-    def __init__(self, model: Any, cache: Cache, rows: int, path: str = "auto"):
+    def __init__(self, model: Any, cache: Cache, rows: int, path: str = "auto", kernels: bool = True):
         check_path(path)
         self.model, self.cache, self.rows, self.path = model, cache, rows, path
         self.device = cache.device
+        self.kernels = kernels and self.device.type == "cuda"
         self.capture: Callable | None = measure.Graph if self.device.type == "cuda" else None
         self.token, self.top_k, self.seed = (self._zeros(rows) for _ in range(3))
         self.temperature, self.top_p = (self._zeros(rows, dtype=torch.float32) for _ in range(2))
@@ -208,15 +210,15 @@ class Runner:
         return torch.cat(list(each))
 
     def _cut(self, rows: int, context: int) -> list[torch.Tensor]:
-        """The cache's rows, on a CPU up to the context: its plain formulas read all they are given."""
-        return [t[:, :rows] if t.is_cuda else t[:, :rows, :, :context] for t in self.cache.kv]
+        """The cache's rows, without kernels up to the context: plain formulas read all they are given."""
+        return [t[:, :rows] if self.kernels else t[:, :rows, :, :context] for t in self.cache.kv]
 
     def _step(self, rows: int, context: int, mode: str) -> None:
         k, v = self._cut(rows, context)
         with chained():
             hidden = self.model.step(self.token[:rows, None], k, v, self.clock[:rows], context=context)
             token, logit = self._choose(hidden[:, 0], slice(0, rows), mode)
-            if logit is not None and token.is_cuda:
+            if logit is not None and self.kernels:
                 return note(token, logit, self.token, self.emitted, self.logit, self.clock, self.pace, self.rows)
         self.emitted[:rows].index_copy_(1, self.cursor, token[:, None])
         if logit is None:

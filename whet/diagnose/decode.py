@@ -17,6 +17,7 @@ from whet.choices import Choices
 from whet.decode.contender import Graph
 from whet.decode.load import open_model
 from whet.decode.quantize import bytes_per_token
+from whet.decode.trust import trusted
 from whet.diagnose.profile import Range, on_cpu, profiled, taken
 from whet.diagnose.target import CannotRun, Target, raised
 from whet.models.qwen3 import Config
@@ -67,6 +68,8 @@ def built_in(text: str) -> Decoder | None:
     if not isinstance(known.sizes[size], Config):
         return None
     model, _ = open_model(random_weights=f"{known.name}:{size}")
+    if why := trusted(model, "graph").why:
+        raise ValueError(f"{text}: {why[0]}")
     contender = Graph(model, 1, CONTEXT + BURST)
     token = torch.zeros(1, 1, dtype=torch.int64, device=model.embed.device)
     contender.feed(torch.arange(CONTEXT, device=token.device)[None] % model.c.vocab, token)

@@ -247,8 +247,8 @@ class Qwen3(nn.Module):
         super().__init__()
         if variant not in VARIANTS:
             raise ValueError(f"{c.name}: variant must be one of {VARIANTS}, got {variant!r}")
-        self.c, self.variant = c, variant
-        self.ops = ops if ops is not None else {"plain": Choices(default="eager"), "stock": Choices()}.get(variant) or kernels()
+        self.c, self.variant, self.own_ops = c, variant, ops is not None
+        self.ops = ops if ops is not None else {"plain": Choices(default="eager"), "stock": Choices()}.get(variant) or current()
         self.embed = nn.Parameter(torch.empty(c.vocab, c.hidden, **where))
         self.layers: Any = nn.ModuleList(Layer(c, **where) for _ in range(c.layers))
         self.norm = nn.Parameter(torch.empty(c.hidden, **where))
@@ -344,8 +344,12 @@ def attend_all(q, k, v, at, window):
 
 
 def kernels() -> Choices:
-    """This machine's measured choices; what was not measured gets Triton's kernels where there is a GPU, else stock calls."""
-    return Choices(current().table, default="triton") if torch.cuda.is_available() else current()
+    """This machine's measured choices, and whet's kernels for what was not measured.
+
+    For a model whose kernels were verified here (whet/decode/trust.py), or are before they are timed. Any other has current():
+    the measured choices, and stock calls.
+    """
+    return Choices(current().table, default="triton")
 
 
 @torch.no_grad()

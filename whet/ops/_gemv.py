@@ -94,6 +94,8 @@ def check_product(x, w, scale, bias=None, norm=None, res=None) -> str | None:
     for name, t, shape in (("norm", norm, (K,)), ("bias", bias, w.shape[:1]), ("res", res, (M, w.shape[0]))):
         if t is not None and t.shape != shape:
             return f"{name} must have shape {tuple(shape)} to match x and w, got {tuple(t.shape)}"
+    if bias is not None and bias.dtype != x.dtype and autocast_of(x) is None:
+        return f"bias must have x's dtype {x.dtype} outside autocast, got {bias.dtype}"
     return None
 
 

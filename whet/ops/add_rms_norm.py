@@ -8,6 +8,8 @@ import triton.language as tl
 from whet.library import Fused
 from whet.op import Cost, Impl, Op, error, floating, lay, layout_of, nbytes, rows, same_device
 from whet.ops._rows import KERNEL_DTYPES, ROW_LIMITS, bwd_tile, cdiv, column_sum, programs, row_refused, tile, unit_rows
+from whet.parts import row_pieces
+from whet.values import families
 
 
 def reference(x, res, w, eps=1e-6):
@@ -174,7 +176,7 @@ FUSED = Fused(
     lambda dy, dh, h, w, rstd: (h.new_empty(h.shape), w.new_empty(w.shape)),
     save=lambda args, results: ((results[1], args[2], results[2]), ()),
     grads_to=(0, 0, 1, None),  # where x and res differ in dtype, autograd casts the wider gradient
-    n_out=2,
+    n_out=2, grads_from=((0, 1), (0,)),
 )
 
 
@@ -238,4 +240,6 @@ OP = Op(
     },
     dynamic=("M",),
     tiny=dict(M=16),
+    hostile=families(("x", "res"), ("w",), options={"eps 0.01": dict(eps=1e-2)}),
+    pieces=row_pieces("x", "res", added=("w",)),
 )

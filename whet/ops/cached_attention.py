@@ -11,6 +11,7 @@ from whet.ops._cached import check_caches, check_tables, layout_refused, tensors
 from whet.ops._chain import chain
 from whet.ops._gemv import few
 from whet.ops.attention.common import LOG2E
+from whet.values import changed, families
 
 SPAN = 64  # keys taken at a time, one after another within a chunk
 WHOLE = 4  # spans that one program takes alone where there are more than a few sequences: nothing is left to join
@@ -71,6 +72,12 @@ def inputs(dtype, device, B, H, KV, D, S, T=1, at=None, norms=True, window=0, la
     )
 
 
+def sharp(args):
+    """Hostile values: scores that overflow where their maximum is not subtracted."""
+    names = ("qkv",) if args["q_norm"] is None else ("q_norm", "k_norm")
+    return changed(names, lambda t: 6 * t)(args)
+
+
 def case_of(qkv, k_cache, v_cache, positions, cos, sin, q_norm=None, k_norm=None, window=0, context=0, eps=1e-6):
     (B, T, width), (KV, S, D) = qkv.shape, k_cache.shape[1:]
     case = dict(B=B, H=width // D - 2 * KV, KV=KV, D=D, S=S, T=T, norms=q_norm is not None, window=window)
@@ -84,8 +91,10 @@ def check(qkv, k_cache, v_cache, positions, cos, sin, q_norm=None, k_norm=None, 
     (B, _, width), (KV, S, D) = qkv.shape, k_cache.shape[1:]
     if D % 2 or width % D or width // D <= 2 * KV or (width // D - 2 * KV) % KV:
         return f"qkv must hold a multiple of {KV} query heads and {KV} key and value heads of {D}, got {width} columns"
-    if positions.shape != (B,) or positions.is_floating_point():
-        return f"positions must be {B} integers, got {tuple(positions.shape)} {positions.dtype}"
+    if k_cache.dtype != qkv.dtype:
+        return f"qkv, k_cache and v_cache must all be of one dtype, got {qkv.dtype}, {k_cache.dtype} and {v_cache.dtype}"
+    if positions.shape != (B,) or positions.dtype not in (torch.int32, torch.int64):
+        return f"positions must be {B} integers of int32 or int64, got {tuple(positions.shape)} {positions.dtype}"
     if reason := check_tables(k_cache, cos, sin, q_norm, k_norm, min(S, context or S)):
         return reason
     if window < 0 or not 0 <= context <= S:
@@ -193,4 +202,5 @@ OP = Op(
     dynamic=("B", "S"),
     tiny=dict(B=2, S=64),
     mutates=("k_cache", "v_cache"),
+    hostile=families(("qkv",), ("q_norm", "k_norm"), options={"eps 0.01": dict(eps=1e-2)}, limit=16.0, sharp_weights=sharp),
 )

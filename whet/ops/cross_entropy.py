@@ -4,11 +4,13 @@ import torch
 import torch.nn.functional as F
 
 from whet.library import Fused
-from whet.op import Cost, Impl, Op, error, floating, lay, layout_of, nbytes, rows, same_device
+from whet.op import DTYPE_NAMES, Cost, Impl, Op, error, floating, lay, layout_of, nbytes, rows, same_device
 from whet.ops import _cross_entropy as kernels
 from whet.ops._rows import KERNEL_DTYPES, unit_rows
+from whet.parts import row_pieces
+from whet.values import Option, families, relaid
 
-REDUCTIONS = ("none", "mean", "sum")
+KINDS = dict(reduction="'none' | 'mean' | 'sum'", softcap="number | None", num_items="number | tensor | None")
 TARGETS = (torch.int64, torch.int32)
 
 
@@ -62,6 +64,59 @@ def options_of(target, ignore_index=-100, reduction="mean", label_smoothing=0.0,
     return case if target.dtype == torch.int64 else case | dict(target_dtype=str(target.dtype).removeprefix("torch."))
 
 
+def targets(change):
+    """The family of other targets: change(target, ignore_index, V) gives them."""
+
+    def family(args):
+        V = args["logits"].shape[-1] if "logits" in args else args["w"].shape[0]
+        new = change(args["target"].clone(), args["ignore_index"], V) if args["target"].numel() else None
+        return None if new is None else args | dict(target=new)
+
+    return family
+
+
+def one_target(target, ignore_index, V):
+    target[:-1] = ignore_index
+    target[-1] = V - 1
+    return target
+
+
+def some_impossible(args):
+    """Hostile values: the first quarter of the vocabulary at minus infinity, as a mask leaves it; no target lies there."""
+    V = args["logits"].shape[-1]
+    if V < 8 or args["label_smoothing"] or args["softcap"] is not None:
+        return None
+    logits, target = args["logits"].clone(), args["target"]
+    logits[..., : V // 4] = float("-inf")
+    moved = torch.where((target != args["ignore_index"]) & (target < V // 4), V - 1, target).to(target.dtype)
+    return args | dict(logits=relaid(args["logits"], logits), target=moved)
+
+
+def both_ends(target, ignore_index, V):
+    target[::2], target[1::2] = 0, V - 1
+    return target
+
+
+def loss_pieces(*rows, added=()):
+    """`pieces` of a loss whose rows are independent: a part of a mean divides by the targets of the whole call."""
+    cut = row_pieces(*rows, added=added, along=("target",))
+
+    def pieces(**args):
+        if args["reduction"] == "mean" and args["num_items"] is None:
+            args["num_items"] = int((args["target"] != args["ignore_index"]).sum())
+        yield from cut(**args)
+
+    return pieces
+
+
+HOSTILE = dict(
+    all_targets_ignored=targets(lambda t, ignore_index, V: t.fill_(ignore_index)),
+    one_target=targets(one_target),
+    targets_at_both_ends=targets(both_ends),
+    another_smoothing=Option(dict(label_smoothing=0.3)), another_softcap=Option(dict(softcap=2.5)),
+)
+
+
 def case_of(logits, target, **options):
     V = logits.shape[-1]
     return dict(M=logits.numel() // max(1, V), V=V, layout=layout_of(logits)) | options_of(target, **options)
@@ -70,17 +125,18 @@ def case_of(logits, target, **options):
 def check_options(target, ignore_index=-100, reduction="mean", label_smoothing=0.0, softcap=None, num_items=None):
     if target.dtype not in TARGETS:
         return f"target must be int64 or int32, got {str(target.dtype).removeprefix('torch.')}"
-    if reduction not in REDUCTIONS:
-        return f"reduction must be one of {REDUCTIONS}, got {reduction!r}"
     if not 0.0 <= label_smoothing <= 1.0:
         return f"label_smoothing must be between 0 and 1, got {label_smoothing}"
     if softcap is not None and not softcap > 0.0:
         return f"softcap must be positive or None, got {softcap}"
     if num_items is not None and reduction != "mean":
         return f"num_items needs reduction='mean', which it divides, got reduction={reduction!r}"
-    if isinstance(num_items, torch.Tensor) and (num_items.dim() or num_items.device != target.device):
-        got = f"{tuple(num_items.shape)} on {num_items.device}"
-        return f"num_items must be a number or a 0-dim tensor on {target.device}, got {got}"
+    if isinstance(num_items, torch.Tensor):
+        if num_items.dtype not in (*TARGETS, *DTYPE_NAMES):
+            return f"num_items must be int32, int64 or one of {list(DTYPE_NAMES.values())}, got {num_items.dtype}"
+        if num_items.dim() or num_items.device != target.device:
+            got = f"{tuple(num_items.shape)} on {num_items.device}"
+            return f"num_items must be a number or a 0-dim tensor on {target.device}, got {got}"
     return None
 
 
@@ -203,4 +259,7 @@ OP = Op(
     },
     dynamic=("M",),
     tiny=dict(M=16, V=300),
+    hostile=families(("logits",), limit=2.0**12, offset=4096.0, impossible_tokens=some_impossible, **HOSTILE),
+    pieces=loss_pieces("logits"),
+    kinds=KINDS,
 )

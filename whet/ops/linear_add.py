@@ -7,6 +7,7 @@ from whet.library import Forward
 from whet.op import Cost, Impl, Op, error, lay, layout_of, nbytes
 from whet.ops._gemv import PRODUCT_LIMITS, check_product, multiply, product_refused
 from whet.ops._weights import dense, quant_of, random_weight
+from whet.values import families
 
 
 def reference(x, res, w, scale=None, bias=None):
@@ -58,7 +59,7 @@ def run_triton(x, res, w, scale=None, bias=None, tile=None):
 
 def run_torch(x, res, w, scale=None, bias=None):
     wide = dense(w, scale, x.dtype)
-    return torch.addmm(res, x, wide.t()) if bias is None else res + F.linear(x, wide, bias)
+    return torch.addmm(res, x, wide.t()) if bias is None and res.dtype == x.dtype else res + F.linear(x, wide, bias)
 
 
 OP = Op(
@@ -83,4 +84,5 @@ OP = Op(
     },
     dynamic=("M",),
     tiny=dict(N=8),
+    hostile=families(("x", "res"), ("bias",), limit=2.0**20),
 )

@@ -19,9 +19,10 @@ from whet.library import Fused
 from whet.op import Cost, Impl, Op, error, floating, lay, layout_of, nbytes, rows, same_device
 from whet.ops import _cross_entropy as kernels
 from whet.ops._rows import KERNEL_DTYPES, unit_rows
-from whet.ops.cross_entropy import check_options, options_of, some_options, some_targets
+from whet.ops.cross_entropy import HOSTILE, KINDS, check_options, loss_pieces, options_of, some_options, some_targets
 from whet.ops.cross_entropy import reference as loss_of_logits
 from whet.ops.cross_entropy import run_torch as torch_loss_of_logits
+from whet.values import families
 
 CHUNK_BYTES = 224 << 20  # 2048 bf16 rows at vocabulary 50304, four chunks of 8192: products stay large
 ACCUMULATOR_BYTES = 256 << 20  # an fp32 dw above this would cost more than the logits chunk
@@ -303,4 +304,8 @@ OP = Op(
     },
     dynamic=("M",),
     tiny=dict(M=16, D=32, V=300),
+    hostile=families(("x",), ("w",), limit=2.0**8, **HOSTILE),
+    coarse=("output 0",),
+    pieces=loss_pieces("x", added=("w",)),
+    kinds=KINDS,
 )

@@ -24,17 +24,20 @@ from whet.ops._gemv import (
     storage,
 )
 from whet.ops._weights import dense, quant_of, random_weight
+from whet.ops.rms_norm import reference as rms_norm
+from whet.values import families
 
 ROWS, MORE, CHUNK = "16w4", "16w4", 1024  # rows of w a program for one row of x and for more; results looked at together
 
 
+def scores(x, norm, w, scale=None, eps=1e-6):
+    """The logits (M, N) that the reference chooses among: a choice is as good as its logit here, whichever of equals it is."""
+    return F.linear(rms_norm(x, norm, eps), dense(w, scale, x.dtype)).to(torch.promote_types(x.dtype, torch.float32))
+
+
 def reference(x, norm, w, scale=None, eps=1e-6):
     """logits = rms_norm(x, norm, eps) @ w.T.  Returns the index of each row's largest (the first of equals) and its value."""
-    wide = torch.promote_types(x.dtype, torch.float32)
-    u = x.to(wide)
-    y = (u * torch.rsqrt(u.square().mean(-1, keepdim=True) + eps) * norm.to(wide)).to(x.dtype)
-    logits = F.linear(y, dense(w, scale, x.dtype)).to(wide)
-    value, token = logits.max(-1)
+    value, token = scores(x, norm, w, scale, eps).max(-1)
     return token, value
 
 
@@ -211,4 +214,7 @@ OP = Op(
     },
     dynamic=("M",),
     tiny=dict(M=16, N=16),
+    hostile=families(("x",), ("norm",), options={"eps 0.01": dict(eps=1e-2)}),
+    coarse=("output 1",),
+    scores=scores,
 )

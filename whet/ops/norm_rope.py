@@ -10,6 +10,7 @@ from whet.ops._cached import check_caches, check_tables, layout_refused, tensors
 from whet.ops._rows import cdiv, power_of_two
 from whet.ops.rms_norm import reference as rms_norm
 from whet.ops.rope import reference as rope
+from whet.values import families
 
 
 def reference(qkv, k_cache, v_cache, cos, sin, start=0, q_norm=None, k_norm=None, eps=1e-6):
@@ -48,7 +49,7 @@ def check(qkv, k_cache, v_cache, cos, sin, start=0, q_norm=None, k_norm=None, ep
     (T, width), (KV, S, D) = qkv.shape[1:], k_cache.shape[1:]
     if D % 2 or width % D or width // D <= 2 * KV:
         return f"qkv must hold query heads and {KV} key and value heads of {D}, got {width} columns"
-    if not isinstance(start, int) or not 0 <= start <= S - T:
+    if not 0 <= start <= S - T:
         return f"start must lie in 0..{S - T} so that {T} tokens fit the cache of {S}, got {start!r}"
     return check_tables(k_cache, cos, sin, q_norm, k_norm, start + T)
 
@@ -189,4 +190,5 @@ OP = Op(
     },
     dynamic=("T",),
     tiny=dict(T=3, S=8, start=2, H=4, KV=2),
+    hostile=families(("qkv",), ("q_norm", "k_norm"), options={"eps 0.01": dict(eps=1e-2)}),
 )

@@ -7,6 +7,7 @@ from whet.library import Forward
 from whet.op import Cost, Impl, Op, error, lay, layout_of, nbytes
 from whet.ops._gemv import PRODUCT_LIMITS, check_product, multiply, product_refused
 from whet.ops._weights import dense, quant_of, random_weight
+from whet.values import families
 
 
 def reference(x, norm, w, scale=None, eps=1e-6):
@@ -88,4 +89,5 @@ OP = Op(
     },
     dynamic=("M",),
     tiny=dict(F=4),
+    hostile=families(("x",), ("norm",), options={"eps 0.01": dict(eps=1e-2)}),
 )

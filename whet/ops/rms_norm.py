@@ -8,6 +8,8 @@ import triton.language as tl
 from whet.library import Fused
 from whet.op import Cost, Impl, Op, error, floating, lay, layout_of, nbytes, rows, same_device
 from whet.ops._rows import KERNEL_DTYPES, ROW_LIMITS, bwd_tile, cdiv, column_sum, programs, row_refused, tile, unit_rows
+from whet.parts import row_pieces
+from whet.values import families
 
 
 def reference(x, w, eps=1e-6):
@@ -216,4 +218,6 @@ OP = Op(
     },
     dynamic=("M",),
     tiny=dict(M=16),
+    hostile=families(("x",), ("w",), options={"eps 0.01": dict(eps=1e-2)}),
+    pieces=row_pieces("x", added=("w",)),
 )

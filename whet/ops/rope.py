@@ -7,6 +7,7 @@ import triton.language as tl
 from whet.library import Fused
 from whet.op import Cost, Impl, Op, error, floating, nbytes, same_device
 from whet.ops._rows import KERNEL_DTYPES, cdiv, power_of_two
+from whet.values import families
 
 MAX_D = 1024  # one program holds whole heads in registers
 
@@ -72,6 +73,13 @@ def inputs(dtype, device, B, S, Hq, Hk, D, R=None, layout="bshd", positions="off
     return dict(q=q, k=k, cos=cos, sin=sin, positions=rows, interleaved=interleaved)
 
 
+def far(args):
+    """Hostile values: tables four times as long, and positions at their end."""
+    (P, half), positions = args["cos"].shape, args["positions"]
+    cos, sin = (t.to(args["cos"].dtype) for t in tables(4 * P, 2 * half, device=args["q"].device))
+    return args | dict(cos=cos, sin=sin, positions=positions + 3 * P)
+
+
 def case_of(q, k, cos, sin, positions=0, interleaved=False):
     (B, Hq, S, D), Hk = q.shape, k.shape[1]
     if q.transpose(1, 2).is_contiguous():
@@ -116,8 +124,6 @@ def check_positions(positions, q, P):
         if positions.shape != (S,) and positions.shape != (B, S):
             return f"positions must have shape ({S},) or ({B}, {S}) to match q, got {tuple(positions.shape)}"
         return same_device(q=q, positions=positions)
-    if not isinstance(positions, int):
-        return f"positions must be an int or an integer tensor, got {type(positions).__name__}"
     if positions < 0 or positions + S > P:
         return f"positions must lie in 0..{P - S} so that {S} tokens fit the {P} rows of cos, got {positions}"
     return None
@@ -300,7 +306,7 @@ FUSED = Fused(
     backward_fake,
     save=save,
     grads_to=(0, 1, None, None, None, None, None),
-    n_out=2,
+    n_out=2, grads_from=((0,), (1,)),
 )
 
 
@@ -389,4 +395,6 @@ OP = Op(
     },
     dynamic=("B", "S"),
     tiny=dict(B=1, S=8),
+    hostile=families(("q", "k"), positions_far_out=far),
+    kinds=dict(positions="int | tensor"),
 )

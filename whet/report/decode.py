@@ -30,6 +30,8 @@ def told(made: dict) -> Iterator[str]:
     if made["floor_share"]:
         reads = f"a token reads {made['bytes_per_token'] / 1e9:.3f} GB, at least {made['floor_s'] * 1e6:.0f} us here"
         yield f"{percent(made['floor_share'])} of the bandwidth floor: {reads}"
+    elif made["bytes_per_token"] is not None and made["floor_s"] is None:
+        yield "share of the bandwidth floor: the copy rate of this GPU is not measured yet; `whet machine` does that, once"
     elif made["bytes_per_token"] is None:
         yield "share of the bandwidth floor: not measured on a CPU"
     if made["speculation"] is not None:

@@ -42,13 +42,17 @@ def versions(m: dict) -> str:
     return f"torch {m['torch']}, triton {m['triton']}, whet {m['whet']}, Python {m['python']}"
 
 
+def short(commit: str) -> str:
+    """The first twelve digits of a commit, and whatever follows its hash."""
+    return re.sub(r"^([0-9a-f]{12})[0-9a-f]{28}", r"\1", commit)
+
+
 def source(records: Records) -> str:
     """The line under every table: which file, which commit, which machine."""
     places: dict[str, list[str]] = {}
     for name, r in records.items():
-        commit = re.sub(r"^([0-9a-f]{12})[0-9a-f]{28}", r"\1", r["commit"])
         place = f"{r['machine']['name']}, {versions(r['machine'])}"
-        places.setdefault(place, []).append(f"`records/{name}` (commit `{commit}`, {r['at'][:10]})")
+        places.setdefault(place, []).append(f"`records/{name}` (commit `{short(r['commit'])}`, {r['at'][:10]})")
     return "\n".join(f"Source: {', '.join(files)}; {place}." for place, files in places.items())
 
 

@@ -11,6 +11,7 @@ from pathlib import Path
 
 import jinja2
 
+from whet.race import FASTEST, NOISY
 from whet.report import tables
 from whet.report.cells import aligned, breakable, number, share, shown, table, text
 from whet.report.roofline import Point, plot
@@ -19,7 +20,6 @@ MANY = 12  # modules above which those of one kind share a row
 SHOWN = 16  # rows of bars before the rest is folded away
 POINTS = 14  # in the roofline: more labels than that cover one another
 NAME = 64  # letters of a kernel's name before it is folded away: C++ names run to hundreds
-FASTEST = "fastest of the verified"  # the usual reason, said once above the table
 OUTSIDE = "(outside any module)"
 PHASES = ("forward", "backward", "optimizer")
 KINDS = {"train": "one training step", "forward": "one forward pass", "decode": "one decoded token"}
@@ -83,10 +83,12 @@ def outcome(m: dict) -> str:
     """What came of it, for a record that has plans."""
     chosen = chosen_plan(m)
     after, before = number(chosen.get("ms")), number(chosen.get("before_ms"))
+    noisy = (m.get("why") or "").startswith(NOISY)
     if after is None or before is None:
-        return "No plan is faster than the model as it stands." + (f" A step takes {text(after)} ms." if after else "")
-    tie = " (a tie: the simpler is kept)" if m.get("tied") else ""
-    times = f"{before / after:.2f} times as fast"
+        kept = "The machine was too noisy to decide." if noisy else "No plan is faster than the model as it stands."
+        return kept + (f" A step takes {text(after)} ms." if after else "")
+    tie = " (a tie: the simpler is kept)" if m.get("tied") else f" ({m['why']})" if noisy else ""
+    times = f"{number(chosen.get('speedup')) or before / after:.2f} times as fast"
     return f"{times}: a step takes {text(after)} ms, was {text(before)} ms, with {chosen['name']}{tie}."
 
 
@@ -270,7 +272,7 @@ def roofline(points: list[Point], m: dict) -> dict | None:
     if wide is None:
         return None
     rows = [
-        [str(i), p.name, p.ms, text(p.intensity), text(p.tflops), share(p.share, 1.0), p.bound]
+        [str(i), p.name, p.ms, text(p.intensity), text(p.tflops), tables.of_roof(p.share) if p.share else "-", p.bound]
         for i, p in enumerate(shown, 1)
     ]
     key = table("#no.|part|#ms|#flops per byte|#TFLOP/s|#of roofline|bound by", rows, codes=["part"])
@@ -300,14 +302,14 @@ def kernels(m: dict, step: float | None) -> dict | None:
 def plans(m: dict) -> dict | None:
     def line(p: dict) -> list:
         timed, chosen = number(p.get("ms")), p.get("name") == m.get("chosen")
-        note = "chosen" + (" (tie: the simpler)" if m.get("tied") else "") if chosen else p.get("why") or ""
+        note = tables.chosen_note(m) if chosen else p.get("why") or ""
         return [
-            p.get("name") or "", timed, spread(p), shown(p.get("samples_per_s"), ",.0f"),
+            p.get("name") or "", timed, spread(p), tables.versus(p), shown(p.get("samples_per_s"), ",.0f"),
             shown(p.get("speedup") if timed else None, ".2f", "x"), shown(p.get("peak_mb"), ",.0f"), budget(p), note,
         ]
 
     found = m.get("plans") or []
-    columns = "plan|#step ms|#± spread ms|#samples/s|#speed-up|#peak MB|#error / budget|note"
+    columns = "plan|#step ms|#± spread ms|vs fastest|#samples/s|#speed-up|#peak MB|#error / budget|note"
     return table(columns, [line(p) for p in found], [p.get("name") == m.get("chosen") for p in found])
 
 
@@ -328,9 +330,10 @@ def choices(entries: list[dict]) -> dict | None:
         timed = number(c.get("ms"))
         times = [shown(e.get(k), ".2f", "x") for k in ("vs_rival", "vs_eager")]
         floor, why = number(e.get("floor_ms")), e.get("why") or ""
+        reached = tables.of_roof(floor / timed) if floor and timed else "-"
         rows.append([
             f"{tables.entry_id(e)} (x{e.get('count', 1)})", e.get("mode") or "", chosen or "none", timed, spread(c),
-            rival or "-", number(other.get("ms")), *times, share(floor, timed), e.get("bound") or "", budget(c),
+            rival or "-", number(other.get("ms")), *times, reached, e.get("bound") or "", budget(c),
             "" if why == FASTEST else why,
         ])
     columns = "call|mode|chosen|#ms|#± spread ms|rival|#rival ms|#vs rival|#vs eager|#of roofline|bound by|#error / budget|note"
@@ -344,11 +347,11 @@ def candidates(entries: list[dict]) -> dict | None:
         for name in tables.best(e).values():
             c = e["candidates"][name]
             rows.append([
-                tables.entry_id(e), e.get("mode") or "", name, number(c.get("ms")), spread(c), budget(c),
+                tables.entry_id(e), e.get("mode") or "", name, number(c.get("ms")), spread(c), tables.versus(c), budget(c),
                 shown(c.get("peak_mib")), shown(c.get("host_us"), ",.0f"), tables.note(e, name),
             ])
             marked.append(name == e.get("chosen"))
-    columns = "call|mode|impl|#ms|#± spread ms|#error / budget|#extra MiB|#host us|note"
+    columns = "call|mode|impl|#ms|#± spread ms|vs fastest|#error / budget|#extra MiB|#host us|note"
     return table(columns, rows, marked, ["call"])
 
 
@@ -383,4 +386,5 @@ def notes(m: dict, entries: list[dict]) -> list[str]:
     found = [str(n) for n in m.get("notes") or []] + [str(n) for n in [m.get("note")] if n]
     found += ["The run was stopped early: only what was timed by then is shown."] * bool(m.get("stopped"))
     found += ["The plans are those of the lock, measured at an earlier time."] * bool(m.get("from_lock"))
+    found += [*tables.busy(entries, m), *tables.stale(entries)]
     return [*found, *(f"* {line}" for line in tables.proved(entries)), *tables.left_out(entries)]

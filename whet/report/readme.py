@@ -17,7 +17,21 @@ from pathlib import Path
 from whet.choices import implied
 from whet.op import SIMPLICITY, Call, Impl, Op, base, discover, ours, untiled
 from whet.report import clinic_tables, decode
-from whet.report.markdown import MODES, Records, absent, by_machine, grid, merged, order, read, shape, source, times, versions
+from whet.report.markdown import (
+    MODES,
+    Records,
+    absent,
+    by_machine,
+    grid,
+    merged,
+    order,
+    read,
+    shape,
+    short,
+    source,
+    times,
+    versions,
+)
 from whet.report.tables import best, left_out, ms, percent, proved, roofline
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -182,8 +196,36 @@ def machine(root: Path) -> str:
     return "\n\n".join(parts) or absent("bench")
 
 
+def listed(tests: list[str]) -> str:
+    """A few tests by name, more by their number in each file."""
+    if len(tests) <= 3:
+        return ", ".join(f"`{test}`" for test in tests)
+    files = [test.partition("::")[0] for test in tests]
+    return ", ".join(f"{files.count(file)} of `{file}`" for file in dict.fromkeys(files))
+
+
+def gpu_tests(root: Path) -> str:
+    """How the tests that need a GPU ended, as `make gpu-test` left it; a failure or a part that did not run is named."""
+    parts = []
+    for name, r in read(root, "gpu").items():
+        found = r["measured"]
+        counts = found["counts"]
+        waiting = f", {counts['not run']:,} did not run" if counts["not run"] else ""
+        parts.append(
+            f"{counts['passed']:,} GPU tests passed, {counts['failed']:,} failed, {counts['skipped']:,} skipped{waiting} "
+            f"at commit `{short(r['commit'])}` on {r['machine']['name']}."
+        )
+        notes = {"failed": list(found["failed"]), "failed first, passed when run again": found["passed after failing"]}
+        for test, why in found["skipped"].items():
+            notes.setdefault(f"skipped, {why}", []).append(test)
+        if lines := [f"- {what}: {listed(names)}" for what, names in notes.items() if names]:
+            parts.append("\n".join(lines))
+        parts.append(source({name: r}))
+    return "\n\n".join(parts) or absent("gpu")
+
+
 TABLES: dict[str, Callable[[Path], str]] = {
-    "bench": bench, "summary": summary, "plans": plans, "machine": machine,
+    "bench": bench, "summary": summary, "plans": plans, "machine": machine, "gpu-tests": gpu_tests,
     "checks": clinic_tables.checks, "predictions": clinic_tables.predictions, **decode.TABLES,
 }
 

@@ -20,10 +20,15 @@ def make(command: str, measured: dict | list) -> dict:
     }
 
 
-def write(record: dict, folder: str | Path, name: str) -> Path | None:
-    """Saves as folder/name.json, CPU records marked by their name. None, and one line said, where it cannot be written."""
+def place(record: dict, folder: str | Path, name: str) -> Path:
+    """folder/name.json, CPU records marked by their name."""
     prefix = "" if record["machine"]["device"] == "cuda" else "cpu-"
-    path = Path(folder) / f"{prefix}{re.sub(r'[^A-Za-z0-9]+', '-', name).strip('-')}.json"
+    return Path(folder) / f"{prefix}{re.sub(r'[^A-Za-z0-9]+', '-', name).strip('-')}.json"
+
+
+def write(record: dict, folder: str | Path, name: str) -> Path | None:
+    """Saves it in its place. None, and one line said, where it cannot be written."""
+    path = place(record, folder, name)
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(json.dumps(record, indent=1) + "\n")

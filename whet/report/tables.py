@@ -6,8 +6,11 @@ from collections.abc import Callable
 from rich.table import Table
 
 from whet import counters
-from whet.measure import Timing
 from whet.op import Call, Op, base
+from whet.race import FASTEST, TIED, Timing
+
+OVER = "over 100%"  # of a roof that is beaten
+SLACK = 0.05  # a share of the time: the roof of memory is a copy's, and other mixes of reads and writes differ by a little
 
 
 def ms(value: float | None) -> str:
@@ -23,12 +26,25 @@ def percent(share: float) -> str:
     return "under 1%" if 0 < share < 0.01 else f"{100 * share:.0f}%"
 
 
-def roofline(e: dict, timed: float | None) -> str:
-    """The share of the floor in a time, and what bounds it; where that is compute, the rate too."""
+def of_roof(share: float, spread: float = 0.0) -> str:
+    """A share of what the machine was measured to reach; who beats that by more than the spread shows it to be wrong."""
+    return percent(share) if share <= 1 + max(spread, SLACK) else OVER
+
+
+def roofline(e: dict, timed: float | None, spread: float = 0.0) -> str:
+    """The share of the floor in a time and what bounds it; where that is compute, the rate too. spread: also as a share."""
     if not timed or not e.get("floor_ms"):
         return "-"
-    share, rate = f"{percent(e['floor_ms'] / timed)} {e['bound']}", e.get("flops", 0) / timed / 1e9
+    share, rate = f"{of_roof(e['floor_ms'] / timed, spread)} {e['bound']}", e.get("flops", 0) / timed / 1e9
     return f"{share}, {rate:.{0 if rate >= 10 else 2}f} TFLOP/s" if e["bound"] == "compute" and rate else share
+
+
+def versus(item: dict) -> str:
+    """A candidate's time over the fastest one's, and the interval in which that ratio lies: the figures that decided."""
+    if "vs_best" not in item:
+        return "-"
+    low, high = f"{item['vs_best_low']:.2f}", f"{item['vs_best_high']:.2f}"
+    return f"{item['vs_best']:.2f}x" + (f" ({low}-{high})" if low != high else "")
 
 
 def best(e: dict) -> dict[str, str]:
@@ -48,7 +64,8 @@ def machine_table(m: dict, roof: dict | None) -> Table:
     table = Table(title="this machine", show_header=False, title_justify="left")
     kind = f"compute capability {m['capability'][0]}.{m['capability'][1]}" if m["capability"] else "no CUDA capability"
     table.add_row("GPU" if m["device"] == "cuda" else "CPU (no GPU found)", m["name"])
-    table.add_row("", f"{kind}, {m['sms']} {'SMs' if m['device'] == 'cuda' else 'cores'}, {m['memory_gib']} GiB")
+    threads = f", {m['threads']} threads" if m.get("threads") else ""
+    table.add_row("", f"{kind}, {m['sms']} {'SMs' if m['device'] == 'cuda' else 'cores'}{threads}, {m['memory_gib']} GiB")
     table.add_row("versions", f"torch {m['torch']}, triton {m['triton']}, whet {m['whet']}, Python {m['python']}")
     words = {
         "gpu": "compiles and runs on this GPU", "interpret": "interprets kernels on the CPU (TRITON_INTERPRET=1)",
@@ -57,6 +74,8 @@ def machine_table(m: dict, roof: dict | None) -> Table:
     table.add_row("Triton", words[m["triton_mode"]] if m["triton"] else "not installed")
     if roof:
         table.add_row("copy, measured", f"{roof['copy_gbs']:.0f} GB/s read + written")
+        if roof.get("busy"):
+            table.add_row("measured under load", f"{roof['busy']}: not kept, measured again next time")
         table.add_row("matmul, measured", ", ".join(f"{k} {v:.1f} TFLOP/s" for k, v in roof["tflops"].items()))
     return table
 
@@ -80,15 +99,16 @@ def entry_id(entry: dict) -> str:
 
 def calls_table(entries: list[dict], title: str = "candidates: verified, then timed in turns") -> Table:
     """One line per impl of each call, of its tiles the best, the chosen one marked. What was refused is in `left_out`."""
-    columns = ("call", "mode", "impl", "ms", "± spread", "of roofline", "error / budget", "extra MiB", "host us", "")
-    table = Table(*columns, title=title, title_justify="left")
+    columns = ("call", "mode", "impl", "ms", "± spread", "vs fastest", "of roofline", "error / budget", "extra MiB", "host us")
+    table = Table(*columns, "", title=title, title_justify="left")
     for e in entries:
         rows = {name: e["candidates"][name] for name in best(e).values()}
         for i, (name, c) in enumerate(rows.items()):
             timed, chosen = c.get("ms"), name == e.get("chosen")
             table.add_row(
                 f"{entry_id(e)} (x{e['count']})" if i == 0 else "", e["mode"] if i == 0 else "", name,
-                ms(timed), ms(spread(c)), roofline(e, timed), f"{c['share']:.2f}{' *' if c.get('proved') else ''}",
+                ms(timed), ms(spread(c)), versus(c), roofline(e, timed, (spread(c) or 0.0) / (timed or 1.0)),
+                f"{c['share']:.2f}{' *' if c.get('proved') else ''}",
                 "-" if c.get("peak_mib") is None else f"{c['peak_mib']:.1f}",
                 "-" if c.get("host_us") is None else f"{c['host_us']:.0f}", note(e, name),
                 style="bold green" if chosen else None, end_section=i == len(rows) - 1,
@@ -99,9 +119,28 @@ def calls_table(entries: list[dict], title: str = "candidates: verified, then ti
 def note(e: dict, name: str) -> str:
     words = ["interpreted only, sizes reduced"] if e["candidates"][name].get("interpreted") else []
     if name == e.get("chosen"):
-        words = ["chosen" + (f", {e['vs_rival']:.2f}x {e['rival']}" if e.get("rival") else "")]
+        words = ["chosen", *([e["why"]] if e.get("why", FASTEST) != FASTEST else [])]
+        words += [f"{e['vs_rival']:.2f}x {e['rival']}"] if e.get("rival") else []
     tiles = sum(base(n) == base(name) and "ms" in c for n, c in e["candidates"].items())
     return ", ".join([*words, *([f"best of {tiles} tiles"] if tiles > 1 else [])])
+
+
+def busy(entries: list[dict], result: dict | None = None) -> list[str]:
+    """One line where the machine was busy while something was timed."""
+    found = [(entry_id(e), e["busy"]) for e in entries if e.get("busy")]
+    found += [("the plans", result["busy"])] if result and result.get("busy") else []
+    if not found:
+        return []
+    more = f" (and {len(found) - 1} more)" if len(found) > 1 else ""
+    return [f"a busy machine: {found[-1][1]} while {found[-1][0]}{more} ran; run again when it is quiet for surer figures"]
+
+
+def stale(entries: list[dict]) -> list[str]:
+    """One line where a time beats the measured ceilings."""
+    if not any(OVER in roofline(e, e.get("ms")) for e in entries):
+        return []
+    return [f"{OVER}: faster than the measured ceilings allow, so they are stale, unless the data sits in a CPU's cache; "
+            "`whet machine --again` measures them anew"]
 
 
 def left_out(entries: list[dict]) -> list[str]:
@@ -141,17 +180,41 @@ def counters_table(rows: list[dict]) -> Table:
     return table
 
 
+def chosen_note(result: dict) -> str:
+    """How the plan was chosen; older records say only whether it was a tie."""
+    why = result.get("why") or (TIED if result.get("tied") else FASTEST)
+    return "chosen" if why == FASTEST else f"chosen, {why}"
+
+
 def plans_table(result: dict) -> Table:
     stored = ", from the lock" if result.get("from_lock") else ""
-    columns = ("plan", "step ms", "± spread", "samples/s", "speed-up", "peak MB", "error / budget", "")
+    columns = ("plan", "step ms", "± spread", "vs fastest", "samples/s", "speed-up", "peak MB", "error / budget", "")
     table = Table(*columns, title=f"plans for {result['target']}: one training step{stored}", title_justify="left")
     for r in result["plans"]:
         timed = r.get("ms")
-        note = "chosen" + (" (tie: the simpler)" if result["tied"] else "") if r["name"] == result["chosen"] else r["why"]
+        note = chosen_note(result) if r["name"] == result["chosen"] else r["why"]
         table.add_row(
-            r["name"], ms(timed), ms(spread(r)),
+            r["name"], ms(timed), ms(spread(r)), versus(r),
             f"{r['samples_per_s']:.0f}" if timed else "-", f"{r['speedup']:.2f}x" if timed else "-",
             f"{r['peak_mb']:.0f}" if r.get("peak_mb") else "-", f"{r['share']:.2f}" if "share" in r else "-", note,
             style="bold green" if r["name"] == result["chosen"] else None,
         )
+    return table
+
+
+def proofs_table(rows: list[dict]) -> Table:
+    """How many calls of each impl were right, refused, rejected or failed; then each of the last two, with its reason."""
+    outcomes = ("right", "refused", "rejected", "failed")
+    table = Table("op", "impl", *outcomes, "why")
+    counts: dict[tuple[str, str], dict[str, int]] = {}
+    for row in rows:
+        mine = counts.setdefault((row["op"], base(row["impl"])), {})
+        mine[row["outcome"]] = mine.get(row["outcome"], 0) + 1
+    for (op, impl), found in counts.items():
+        table.add_row(op, impl, *(str(found.get(k, 0)) for k in outcomes), "")
+    for row in rows:
+        if row["outcome"] in ("rejected", "failed"):
+            call = Call(row["op"], row["case"], row["dtype"], True).key.removesuffix(" fwd+bwd")
+            marks = ("1" if row["outcome"] == k else "" for k in outcomes)
+            table.add_row("", row["impl"], *marks, f"{call}: {row['why']}")
     return table

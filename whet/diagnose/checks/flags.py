@@ -14,7 +14,8 @@ from torch import nn
 from whet.diagnose.run import Check, Finding, Run
 from whet.diagnose.target import Target, target_of
 from whet.diagnose.watch import restored
-from whet.measure import compare, tie
+from whet.measure import compare
+from whet.race import tie
 
 LEAST = 0.01  # of the step: a switch that costs less may have been left on for a reason
 CLEAR = 0.05  # of the step, for what is torch's default

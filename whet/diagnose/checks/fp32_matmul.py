@@ -6,7 +6,8 @@ from torch import nn
 from whet.diagnose.run import Check, Finding, Run
 from whet.diagnose.target import Target, target_of
 from whet.diagnose.watch import Event, restored
-from whet.measure import compare, tie
+from whet.measure import compare
+from whet.race import tie
 
 PRODUCTS = ("aten::mm", "aten::addmm", "aten::bmm", "aten::baddbmm")  # what set_float32_matmul_precision speaks for
 LEAST = 0.05  # of the step: a change of precision must be worth more than a change of speed alone

@@ -9,7 +9,8 @@ from torch import nn
 from whet.diagnose.run import Check, Finding, Run
 from whet.diagnose.target import Target, target_of
 from whet.diagnose.watch import restored
-from whet.measure import compare, tie
+from whet.measure import compare
+from whet.race import tie
 
 LEAST = 0.01  # of the step
 OPS = 4  # to a parameter: an update over lists of parameters needs fewer, one written as a loop needs them for Adam's moments

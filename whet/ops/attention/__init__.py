@@ -3,7 +3,9 @@
 from whet.op import Op
 from whet.ops.attention import meaning
 from whet.ops.attention.launch import IMPLS
+from whet.ops.attention.pieces import pieces
 from whet.ops.attention.stock import STOCK
+from whet.values import changed, families
 
 OP = Op(
     name="attention",
@@ -20,4 +22,11 @@ OP = Op(
     dynamic=("B",),
     tiny=dict(B=1, H=2, KV=1, Lq=300, Lk=300),  # one key head, so that any number of query heads is a multiple of it
     proof=meaning.proof,
+    smaller=meaning.smaller,
+    # Scores stay where a softmax has more than one weight: beyond, the gradient is what is left of a difference of equals.
+    hostile=families(
+        ("q", "k", "v"), limit=2.0, shifted=("k",), offset=40.0, tails=("v",), sharp_weights=changed(("q",), lambda q: 4 * q)
+    ),
+    pieces=pieces,
+    kinds=meaning.KINDS,
 )

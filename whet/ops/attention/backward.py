@@ -9,6 +9,7 @@ import triton.language as tl
 from whet import machine
 from whet.ops.attention.common import (
     LOG2E,
+    NOWHERE,
     ONE_BY_LN2,
     Tile,
     block_d,
@@ -18,6 +19,8 @@ from whet.ops.attention.common import (
     edges,
     like,
     limits,
+    lone,
+    lone_places,
     put_rows,
     ready,
     rows_of,
@@ -63,14 +66,15 @@ def _dq_tiles(
     dq, q, do, lse, delta, k_view, v_view, b, h, i, lo, hi, Lk, rate, left, right,
     BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, HAS_LEFT: tl.constexpr, HAS_RIGHT: tl.constexpr, MASKED: tl.constexpr,
 ):
+    """dq after the keys [lo, hi). The mask is that of ds: 0 * NaN would take a query's NaN to keys that it does not see."""
     for n in tl.range(lo, hi, BLOCK_N):
         k = rows_of(k_view, b, h, n, BLOCK_N, BLOCK_D)
         v = rows_of(v_view, b, h, n, BLOCK_N, BLOCK_D)
         p = tl.exp2(dot(q, k.T) * rate - lse[:, None])
+        ds = p * (dot(do, v.T) - delta[:, None])
         if MASKED:
             see = seen(i[:, None], n + tl.arange(0, BLOCK_N)[None, :], Lk, left, right, HAS_LEFT, HAS_RIGHT)
-            p = tl.where(see, p, 0.0)
-        ds = p * (dot(do, v.T) - delta[:, None])
+            ds = tl.where(see, ds, 0.0)
         dq = dot_add(dq, ds.to(k.dtype), k)
     return dq
 
@@ -79,7 +83,7 @@ def _dq_tiles(
 def _dq_kernel(
     q_view, k_view, v_view, do_view, lse_ptr, delta_ptr,  # inputs
     dq_view,  # output
-    H, GROUP, Lq, Lk, scale, rate, offset, left, right,
+    H, GROUP, Lq, Lk, scale, rate, offset, first_lone, last_lone, left, right,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, HAS_LEFT: tl.constexpr, HAS_RIGHT: tl.constexpr,
 ):
     """dq = scale * ds k;  ds = p * (do v^T - delta);  p = exp(scores - lse).  One program, BLOCK_M queries.
@@ -97,6 +101,7 @@ def _dq_kernel(
     first = block * BLOCK_M
     row = first + tl.arange(0, BLOCK_M)
     i = row + offset
+    i = tl.where(lone(i, first_lone, last_lone), NOWHERE, i)
     lo, full_lo, full_hi, hi = edges(
         first + offset, tl.minimum(first + BLOCK_M, Lq) - 1 + offset, Lk, left, right, BLOCK_N, HAS_LEFT, HAS_RIGHT
     )
@@ -125,9 +130,11 @@ def _dq_kernel(
 
 @triton.jit
 def _dkdv_tiles(
-    dk, dv, k, v, q_view, do_view, lse_ptr, delta_ptr, b, h, j, lo, hi, head, Lq, Lk, rate, offset, left, right,
+    dk, dv, k, v, q_view, do_view, lse_ptr, delta_ptr, b, h, j, lo, hi, head, Lq, Lk,
+    rate, offset, first_lone, last_lone, left, right,
     BLOCK_M: tl.constexpr, BLOCK_D: tl.constexpr, HAS_LEFT: tl.constexpr, HAS_RIGHT: tl.constexpr, MASKED: tl.constexpr,
 ):
+    """dk and dv after the queries [lo, hi). ds is masked where p is, by p's zeros, which are at hand."""
     for m in tl.range(lo, hi, BLOCK_M):
         row = m + tl.arange(0, BLOCK_M)
         q = rows_of(q_view, b, h, m, BLOCK_M, BLOCK_D)
@@ -139,6 +146,8 @@ def _dkdv_tiles(
         dv = dot_add(dv, p.to(do.dtype), do)
         delta = tl.load(delta_ptr + head + row, mask=row < Lq, other=0.0)
         ds = p * (dot(v, do.T) - delta[None, :])
+        if MASKED:
+            ds = tl.where((p == 0.0) | lone(row + offset, first_lone, last_lone)[None, :], 0.0, ds)
         dk = dot_add(dk, ds.to(q.dtype), q)
     return dk, dv
 
@@ -147,7 +156,7 @@ def _dkdv_tiles(
 def _dkdv_kernel(
     q_view, k_view, v_view, do_view, lse_ptr, delta_ptr,  # inputs
     dk_view, dv_view,  # outputs, or their partial sums (SPLIT * B, Hkv, Lk, D)
-    B, Hkv, Lq, Lk, SPLIT, scale, rate, offset, left, right,
+    B, Hkv, Lq, Lk, SPLIT, scale, rate, offset, first_lone, last_lone, left, right,
     GROUP: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr,
     HAS_LEFT: tl.constexpr, HAS_RIGHT: tl.constexpr,
 ):
@@ -188,16 +197,16 @@ def _dkdv_kernel(
         if HAS_RIGHT:
             dk, dv = _dkdv_tiles(
                 dk, dv, k, v, q_view, do_view, lse_ptr, delta_ptr, b, h, j, lo, full_lo, head, Lq, Lk,
-                rate, offset, left, right, BLOCK_M, BLOCK_D, HAS_LEFT, HAS_RIGHT, True,
+                rate, offset, first_lone, last_lone, left, right, BLOCK_M, BLOCK_D, HAS_LEFT, HAS_RIGHT, True,
             )
         dk, dv = _dkdv_tiles(
             dk, dv, k, v, q_view, do_view, lse_ptr, delta_ptr, b, h, j, full_lo, full_hi, head, Lq, Lk,
-            rate, offset, left, right, BLOCK_M, BLOCK_D, HAS_LEFT, HAS_RIGHT, False,
+            rate, offset, first_lone, last_lone, left, right, BLOCK_M, BLOCK_D, HAS_LEFT, HAS_RIGHT, False,
         )
         if HAS_LEFT:
             dk, dv = _dkdv_tiles(
                 dk, dv, k, v, q_view, do_view, lse_ptr, delta_ptr, b, h, j, full_hi, hi, head, Lq, Lk,
-                rate, offset, left, right, BLOCK_M, BLOCK_D, HAS_LEFT, HAS_RIGHT, True,
+                rate, offset, first_lone, last_lone, left, right, BLOCK_M, BLOCK_D, HAS_LEFT, HAS_RIGHT, True,
             )
     at = part * B + b
     put_rows(dk_view, at, kv, first, dk * scale, BLOCK_N, BLOCK_D)
@@ -236,11 +245,12 @@ def summed(parts: int, sums: Sequence[torch.Tensor], results: Sequence[torch.Ten
             r.copy_(s.view(parts, *r.shape).sum(0))
 
 
-def launch_dq(dq, q, k, v, do, lse, delta, scale, offset, left, right, t: Tile):
+def launch_dq(dq, q, k, v, do, lse, delta, scale, offset, places, left, right, t: Tile):
     (B, H, Lq, _), (Hkv, Lk) = q.shape, k.shape[1:3]
     _dq_kernel[(B * H * triton.cdiv(Lq, t.M),)](
         view(q, t.M), view(k, t.N), view(v, t.N), view(do, t.M), lse, delta, view(dq, t.M),
-        H, H // Hkv, Lq, Lk, scale, scale * LOG2E, offset, **limits(left, right), BLOCK_D=block_d(q.shape[3]), **t.options,
+        H, H // Hkv, Lq, Lk, scale, scale * LOG2E, offset, *places, **limits(left, right),
+        BLOCK_D=block_d(q.shape[3]), **t.options,
     )
 
 
@@ -250,11 +260,11 @@ def key_programs(q, k, t: Tile) -> tuple[int, int]:
     return programs, splits(programs, triton.cdiv(q.shape[2], t.M))
 
 
-def launch_dkdv(dk, dv, q, k, v, do, lse, delta, scale, offset, left, right, t: Tile) -> None:
+def launch_dkdv(dk, dv, q, k, v, do, lse, delta, scale, offset, places, left, right, t: Tile) -> None:
     (B, H, Lq, _), (Hkv, Lk) = q.shape, k.shape[1:3]
     programs, parts = key_programs(q, k, t)
     if t.gluon and parts == 1:
-        return dkdv_hopper(dk, dv, q, k, v, do, lse, delta, scale, offset, left, right, t)
+        return dkdv_hopper(dk, dv, q, k, v, do, lse, delta, scale, offset, places, left, right, t)
     if t.gluon:
         t = SPLIT_TILE
         programs, parts = key_programs(q, k, t)
@@ -264,7 +274,7 @@ def launch_dkdv(dk, dv, q, k, v, do, lse, delta, scale, offset, left, right, t: 
     _dkdv_kernel[(programs * parts,)](
         view(q, t.M), view(k, t.N), view(v, t.N), view(do, t.M), lse, delta,
         *(view(s, t.N) for s in sums),
-        B, Hkv, Lq, Lk, parts, scale, scale * LOG2E, offset, **limits(left, right),
+        B, Hkv, Lq, Lk, parts, scale, scale * LOG2E, offset, *places, **limits(left, right),
         GROUP=H // Hkv, BLOCK_D=block_d(q.shape[3]), **t.options,
     )
     summed(parts, sums, (dk, dv))
@@ -277,7 +287,7 @@ def backward(do, dlse, q, k, v, o, lse, scale, offset, left, right, dq_tile: Til
     if not (dq.numel() and dk.numel()):
         return tuple(cut(t.zero_(), D) for t in (dq, dk, dv))
     delta = row_delta(o, do, dlse)
-    given = (q, k, v, do, lse, delta, scale, offset, left, right)
+    given = (q, k, v, do, lse, delta, scale, offset, lone_places(left, right, k.shape[2], dlse), left, right)
     (dq_hopper if dq_tile.gluon else launch_dq)(dq, *given, dq_tile)
     launch_dkdv(dk, dv, *given, dkdv_tile)
     return cut(dq, D), cut(dk, D), cut(dv, D)

@@ -18,6 +18,7 @@ FP32 = tl.constexpr("ieee" if torch.version.hip else "tf32x3")
 LOG2E = 1.4426950408889634
 LN2 = 0.6931471805599453
 ONE_BY_LN2 = tl.constexpr(LOG2E)  # LOG2E as kernels can read it
+NOWHERE = tl.constexpr(-(2**30) - 1)  # left of what any span reaches
 ALIGN = 16  # bytes that a descriptor wants every row, and the first, to start at
 
 
@@ -74,6 +75,12 @@ def seen(i, j, Lk, left, right, HAS_LEFT: tl.constexpr, HAS_RIGHT: tl.constexpr)
     if HAS_RIGHT:
         see = see & (j <= i + right)
     return see
+
+
+@triton.jit
+def lone(i, first_lone, last_lone):
+    """Whether the query aligned with key i sees one key alone: see `lone_places`."""
+    return (i == first_lone) | (i == last_lone)
 
 
 @triton.jit
@@ -179,6 +186,16 @@ def like(x: torch.Tensor, D: int) -> torch.Tensor:
 
 def cut(x: torch.Tensor, D: int) -> torch.Tensor:
     return x if x.shape[-1] == D else x[..., :D].contiguous()
+
+
+def lone_places(left: int, right: int, Lk: int, dlse: torch.Tensor | None) -> tuple[int, int]:
+    """Where a query stands that sees the first key alone, and one that sees the last alone; NOWHERE without such a limit.
+
+    Over one key the weight is 1 whatever its score, whose gradient is 0, to which do v^T - delta only comes near. With a
+    gradient of the log-sum-exp it is not 0, and no place is given.
+    """
+    far = NOWHERE.value
+    return -right if right >= 0 and dlse is None else far, Lk - 1 + left if left >= 0 and dlse is None else far
 
 
 def limits(left: int, right: int) -> dict:

@@ -15,6 +15,8 @@ from whet.ops.attention.common import (
     edges,
     like,
     limits,
+    lone,
+    lone_places,
     put_rows,
     ready,
     rows_of,
@@ -29,7 +31,7 @@ PARTIAL_LIMIT = 4 * 2**30  # bytes of dq's partial sums
 def _one_tile_kernel(
     q_view, k_view, v_view, o_view, do_view, lse_ptr, dlse_ptr,  # inputs; dlse_ptr may be None
     dq_view, dk_view, dv_view,  # outputs; dk and dv may be partial sums (SPLIT * B, Hkv, Lk, D)
-    B, Hkv, GROUP, Lq, Lk, SPLIT, scale, rate, offset, left, right,
+    B, Hkv, GROUP, Lq, Lk, SPLIT, scale, rate, offset, first_lone, last_lone, left, right,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, HAS_LEFT: tl.constexpr, HAS_RIGHT: tl.constexpr,
 ):
     """dq, dk and dv where BLOCK_N holds every key.  One program, all keys of a head, every SPLIT-th part of its queries.
@@ -61,7 +63,10 @@ def _one_tile_kernel(
         p = tl.exp2(dot(q, k.T) * rate - lse[:, None])
         p = tl.where(seen((row + offset)[:, None], j[None, :], Lk, left, right, HAS_LEFT, HAS_RIGHT), p, 0.0)
         dv = dot_add(dv, tl.trans(p.to(do.dtype)), do)
-        ds = (p * (dot(do, v.T) - delta[:, None])).to(q.dtype)
+        ds = p * (dot(do, v.T) - delta[:, None])
+        if HAS_LEFT or HAS_RIGHT:  # else a NaN in ds is that of its own query
+            ds = tl.where((p == 0.0) | lone(row + offset, first_lone, last_lone)[:, None], 0.0, ds)
+        ds = ds.to(q.dtype)
         dk = dot_add(dk, tl.trans(ds), q)
         dq = dot(ds, k) * scale
         put_rows(dq_view, b, h, m, dq, BLOCK_M, BLOCK_D)
@@ -73,9 +78,10 @@ def _one_tile_kernel(
 @triton.jit
 def _fused_tiles(
     dk, dv, k, v, q_view, do_view, dq_view, lse_ptr, delta_ptr, b, h, at, j, lo, hi, head, Lq, Lk,
-    scale, rate, offset, left, right,
+    scale, rate, offset, first_lone, last_lone, left, right,
     BLOCK_M: tl.constexpr, BLOCK_D: tl.constexpr, HAS_LEFT: tl.constexpr, HAS_RIGHT: tl.constexpr, MASKED: tl.constexpr,
 ):
+    """dk and dv after the queries [lo, hi), whose share of dq is stored. ds is masked as in `_dkdv_tiles`."""
     for m in tl.range(lo, hi, BLOCK_M):
         row = m + tl.arange(0, BLOCK_M)
         q = rows_of(q_view, b, h, m, BLOCK_M, BLOCK_D)
@@ -86,7 +92,10 @@ def _fused_tiles(
             p = tl.where(seen((row + offset)[None, :], j[:, None], Lk, left, right, HAS_LEFT, HAS_RIGHT), p, 0.0)
         dv = dot_add(dv, p.to(do.dtype), do)
         delta = tl.load(delta_ptr + head + row, mask=row < Lq, other=0.0)
-        ds = (p * (dot(v, do.T) - delta[None, :])).to(q.dtype)
+        ds = p * (dot(v, do.T) - delta[None, :])
+        if MASKED and (HAS_LEFT or HAS_RIGHT):
+            ds = tl.where((p == 0.0) | lone(row + offset, first_lone, last_lone)[None, :], 0.0, ds)
+        ds = ds.to(q.dtype)
         dk = dot_add(dk, ds, q)
         dq = dot(tl.trans(ds), k) * scale
         put_rows(dq_view, at, h, m, dq, BLOCK_M, BLOCK_D)
@@ -97,7 +106,7 @@ def _fused_tiles(
 def _fused_kernel(
     q_view, k_view, v_view, do_view, lse_ptr, delta_ptr,  # inputs
     dq_view, dk_view, dv_view,  # outputs; dq is partial sums, one per block of keys
-    B, Hkv, Lq, Lk, scale, rate, offset, left, right,
+    B, Hkv, Lq, Lk, scale, rate, offset, first_lone, last_lone, left, right,
     GROUP: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr,
     HAS_LEFT: tl.constexpr, HAS_RIGHT: tl.constexpr,
 ):
@@ -131,16 +140,16 @@ def _fused_kernel(
         head = (b * Hkv * GROUP + h).to(tl.int64) * Lq
         dk, dv = _fused_tiles(
             dk, dv, k, v, q_view, do_view, dq_view, lse_ptr, delta_ptr, b, h, at, j, lo, full_lo, head, Lq, Lk,
-            scale, rate, offset, left, right, BLOCK_M, BLOCK_D, HAS_LEFT, HAS_RIGHT, True,
+            scale, rate, offset, first_lone, last_lone, left, right, BLOCK_M, BLOCK_D, HAS_LEFT, HAS_RIGHT, True,
         )
         dk, dv = _fused_tiles(
             dk, dv, k, v, q_view, do_view, dq_view, lse_ptr, delta_ptr, b, h, at, j, full_lo, full_hi, head, Lq, Lk,
-            scale, rate, offset, left, right, BLOCK_M, BLOCK_D, HAS_LEFT, HAS_RIGHT, False,
+            scale, rate, offset, first_lone, last_lone, left, right, BLOCK_M, BLOCK_D, HAS_LEFT, HAS_RIGHT, False,
         )
         if HAS_LEFT:
             dk, dv = _fused_tiles(
                 dk, dv, k, v, q_view, do_view, dq_view, lse_ptr, delta_ptr, b, h, at, j, full_hi, hi, head, Lq, Lk,
-                scale, rate, offset, left, right, BLOCK_M, BLOCK_D, HAS_LEFT, HAS_RIGHT, True,
+                scale, rate, offset, first_lone, last_lone, left, right, BLOCK_M, BLOCK_D, HAS_LEFT, HAS_RIGHT, True,
             )
     put_rows(dk_view, b, kv, first, dk * scale, BLOCK_N, BLOCK_D)
     put_rows(dv_view, b, kv, first, dv, BLOCK_N, BLOCK_D)
@@ -157,8 +166,8 @@ def one_tile(do, dlse, q, k, v, o, lse, scale, offset, left, right, tile: Tile):
     _one_tile_kernel[(B * Hkv * parts,)](
         view(q, tile.M), view(k, tile.N), view(v, tile.N), view(o, tile.M), view(do, tile.M), lse,
         None if dlse is None else dlse.contiguous(), view(dq, tile.M), *(view(s, tile.N) for s in sums),
-        B, Hkv, H // Hkv, Lq, Lk, parts, scale, scale * LOG2E, offset, **limits(left, right),
-        BLOCK_D=block_d(q.shape[3]), **tile.options,
+        B, Hkv, H // Hkv, Lq, Lk, parts, scale, scale * LOG2E, offset, *lone_places(left, right, Lk, dlse),
+        **limits(left, right), BLOCK_D=block_d(q.shape[3]), **tile.options,
     )
     summed(parts, sums, (dk, dv))
     return cut(dq, D), cut(dk, D), cut(dv, D)
@@ -181,7 +190,7 @@ def fused(do, dlse, q, k, v, o, lse, scale, offset, left, right, tile: Tile):
     _fused_kernel[(B * Hkv * blocks,)](
         view(q, tile.M), view(k, tile.N), view(v, tile.N), view(do, tile.M), lse, delta,
         view(partial[0], tile.M), view(dk, tile.N), view(dv, tile.N),
-        B, Hkv, Lq, Lk, scale, scale * LOG2E, offset, **limits(left, right),
+        B, Hkv, Lq, Lk, scale, scale * LOG2E, offset, *lone_places(left, right, Lk, dlse), **limits(left, right),
         GROUP=H // Hkv, BLOCK_D=block_d(q.shape[3]), **tile.options,
     )
     summed(blocks, partial, (dq,))

@@ -19,14 +19,31 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
-from whet.ops.attention.common import LOG2E, Tile, blocks_of, limits
+from whet.ops.attention.common import LOG2E, NOWHERE, Tile, blocks_of, limits
+
+
+@gluon.jit
+def _seen(i, j, Lk, left, right, HAS_LEFT: gl.constexpr, HAS_RIGHT: gl.constexpr):
+    """As common's."""
+    see = (j < Lk) & (i == i)
+    if HAS_LEFT:
+        see = see & (j >= i - left)
+    if HAS_RIGHT:
+        see = see & (j <= i + right)
+    return see
+
+
+@gluon.jit
+def _lone(i, first_lone, last_lone):
+    """As common's."""
+    return (i == first_lone) | (i == last_lone)
 
 
 @gluon.jit
 def _dq_hopper_kernel(
     q_desc, k_desc, v_desc, do_desc, lse_ptr, delta_ptr,  # inputs
     dq_desc,  # output
-    H, GROUP, Lq, Lk, scale, rate, offset, left, right,
+    H, GROUP, Lq, Lk, scale, rate, offset, first_lone, last_lone, left, right,
     BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, BLOCK_D: gl.constexpr,
     HAS_LEFT: gl.constexpr, HAS_RIGHT: gl.constexpr, num_warps: gl.constexpr,
 ):
@@ -81,6 +98,8 @@ def _dq_hopper_kernel(
 
     rows = m0 + gl.arange(0, BLOCK_M, layout=gl.SliceLayout(1, SL))
     cols = gl.arange(0, BLOCK_N, layout=gl.SliceLayout(0, SL))
+    at = rows + offset
+    at = gl.where(_lone(at, first_lone, last_lone), NOWHERE, at)
     at_row = bh.to(gl.int64) * Lq + rows
     lse = gl.load(lse_ptr + at_row, mask=rows < Lq, other=0.0)
     delta = gl.load(delta_ptr + at_row, mask=rows < Lq, other=0.0)
@@ -115,18 +134,12 @@ def _dq_hopper_kernel(
         v_next = v_smem.index(v1).reshape([BLOCK_N, BLOCK_D]).permute([1, 0])
         dp_next = warpgroup_mma(do2, v_next, zero, use_acc=False, is_async=True)
         p = gl.exp2(s * rate - lse[:, None])
+        ds = p * (dp - delta[:, None])
         masked = n + BLOCK_N > hi_full
         if HAS_LEFT:
             masked = masked | (n < lo_full)
-        if masked:
-            at = n + cols
-            seen = (at < Lk)[None, :] & (rows > -1)[:, None]
-            if HAS_RIGHT:
-                seen = seen & (at[None, :] <= rows[:, None] + (offset + right))
-            if HAS_LEFT:
-                seen = seen & (at[None, :] >= rows[:, None] + (offset - left))
-            p = gl.where(seen, p, 0.0)
-        ds = p * (dp - delta[:, None])
+        if masked:  # of ds: 0 * NaN would take a query's NaN to keys that it does not see
+            ds = gl.where(_seen(at[:, None], (n + cols)[None, :], Lk, left, right, HAS_LEFT, HAS_RIGHT), ds, 0.0)
         dsa = gl.convert_layout(ds.to(dtype), PL)
         acc_done = warpgroup_mma_wait(2, deps=[acc])
         k2 = k1 + 1
@@ -160,7 +173,7 @@ def _dq_hopper_kernel(
 def _dkdv_hopper_kernel(
     q_desc, k_desc, v_desc, do_desc, lse_ptr, delta_ptr,  # inputs
     dk_desc, dv_desc,  # outputs
-    H, GROUP, Lq, Lk, scale, rate, offset, left, right,
+    H, GROUP, Lq, Lk, scale, rate, offset, first_lone, last_lone, left, right,
     BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, BLOCK_D: gl.constexpr,
     HAS_LEFT: gl.constexpr, HAS_RIGHT: gl.constexpr, num_warps: gl.constexpr,
 ):
@@ -265,15 +278,13 @@ def _dkdv_hopper_kernel(
         if HAS_LEFT:
             masked = masked | (m0 + BLOCK_M > hi_full)
         if masked:
-            seen = (rows < Lk)[:, None] & (at > -1)[None, :]
-            if HAS_RIGHT:
-                seen = seen & (rows[:, None] <= at[None, :] + (offset + right))
-            if HAS_LEFT:
-                seen = seen & (rows[:, None] >= at[None, :] + (offset - left))
-            p = gl.where(seen, p, 0.0)
+            p = gl.where(_seen((at + offset)[None, :], rows[:, None], Lk, left, right, HAS_LEFT, HAS_RIGHT), p, 0.0)
         dv = warpgroup_mma(gl.convert_layout(p.to(dtype), PL), do2, dv, is_async=True)
         dp = warpgroup_mma_wait(1, deps=[dp])
         ds = p * (dp - delta[None, :])
+        if HAS_LEFT or HAS_RIGHT:  # noqa: SIM102  (a constant)
+            if masked:  # by p's zeros, which are at hand
+                ds = gl.where((p == 0.0) | _lone(at + offset, first_lone, last_lone)[None, :], 0.0, ds)
         dk = warpgroup_mma(gl.convert_layout(ds.to(dtype), PL), q2, dk_done, is_async=True)
         dv = warpgroup_mma_init(warpgroup_mma_wait(1, deps=[dv]))
         mbarrier.expect(bars.index(2 + slot), do_desc.block_type.nbytes)
@@ -310,21 +321,21 @@ def _sizes(tile: Tile, BLOCK_D: int) -> dict:
     return dict(BLOCK_M=tile.M, BLOCK_N=tile.N, BLOCK_D=BLOCK_D, num_warps=tile.warps)
 
 
-def dq_hopper(dq, q, k, v, do, lse, delta, scale, offset, left, right, tile: Tile):
+def dq_hopper(dq, q, k, v, do, lse, delta, scale, offset, places, left, right, tile: Tile):
     (B, H, Lq, _), (Hkv, Lk) = q.shape, k.shape[1:3]
     M, N = tile.M, tile.N
     d = [shared(x, rows) for x, rows in ((q, M), (k, N), (v, N), (do, M), (dq, M))]
     _dq_hopper_kernel[(B * H * triton.cdiv(Lq, M),)](
-        *d[:4], lse, delta, d[4], H, H // Hkv, Lq, Lk, scale, scale * LOG2E, offset, **limits(left, right),
+        *d[:4], lse, delta, d[4], H, H // Hkv, Lq, Lk, scale, scale * LOG2E, offset, *places, **limits(left, right),
         **_sizes(tile, d[0].block_shape[3]),
     )
 
 
-def dkdv_hopper(dk, dv, q, k, v, do, lse, delta, scale, offset, left, right, tile: Tile):
+def dkdv_hopper(dk, dv, q, k, v, do, lse, delta, scale, offset, places, left, right, tile: Tile):
     (B, H, Lq, _), (Hkv, Lk) = q.shape, k.shape[1:3]
     M, N = tile.M, tile.N
     d = [shared(x, rows) for x, rows in ((q, M), (k, N), (v, N), (do, M), (dk, N), (dv, N))]
     _dkdv_hopper_kernel[(B * Hkv * triton.cdiv(Lk, N),)](
-        *d[:4], lse, delta, *d[4:], H, H // Hkv, Lq, Lk, scale, scale * LOG2E, offset, **limits(left, right),
+        *d[:4], lse, delta, *d[4:], H, H // Hkv, Lq, Lk, scale, scale * LOG2E, offset, *places, **limits(left, right),
         **_sizes(tile, d[0].block_shape[3]),
     )

@@ -162,7 +162,8 @@ def registered(name, impl, run_forward, run_backward, fake=_fake, fake_backward=
         f"(Tensor q, Tensor k, Tensor v, {options}) -> (Tensor, Tensor)", run_forward, fake,
         f"(Tensor? do, Tensor? dlse, {kept}, {options}) -> (Tensor, Tensor, Tensor)", run_backward, fake_backward,
         save=lambda args, results: ((*args[:3], *results), args[3:]),
-        grads_to=(0, 1, 2, None, None, None, None, None), n_out=2, label=f"attention[{impl}]",
+        grads_to=(0, 1, 2, None, None, None, None, None), n_out=2, grads_from=((0, 1), (0, 1), (0,)),
+        label=f"attention[{impl}]",
     )
 
 
@@ -238,7 +239,7 @@ IMPLS = {
     "triton": Impl(
         runner(TWO_PASS, "triton", refuses), refuses, needs="triton", tiles=tiles, limits=("precision='fp8'", *LIMITS),
         spills="float32, whose products take three times the operands; head size 256; and a few bytes where a tile is held to "
-        "168 registers",
+        "168 registers, or the Gluon backward has a window",
     ),
     "triton_fused_bwd": Impl(
         runner(ONE_PASS, "triton_fused_bwd", fused_refuses), fused_refuses, needs="triton",

@@ -11,7 +11,10 @@ from whet.op import Cost, autocast_of, floating, lay, nbytes, same_device
 ROWS = 128  # that share one scale where precision="fp8", and whose remainder `proof` keeps
 PROVABLE = 2**27  # scores that the float64 oracle is asked for at most
 LAYOUTS = ("contiguous", "bshd", "sliced", "expanded", "transposed")
-CAUSAL = ("top-left", "bottom-right")
+KINDS = dict(
+    causal="None | bool | 'top-left' | 'bottom-right'", window="None | int >= 1", scale="None | number",
+    precision="None | 'fp8'",
+)
 NO_FP8 = "computes in the inputs' precision; precision='fp8' is served by triton_fp8, eager and compile"
 
 
@@ -141,7 +144,7 @@ def case_of(q, k, v, causal=None, window=None, scale=None, return_lse=False, pre
 
 
 def check(q, k, v, causal=None, window=None, scale=None, return_lse=False, precision=None):
-    return _tensors_refused(q, k, v) or _options_refused(q, k, causal, window, scale, return_lse, precision)
+    return _tensors_refused(q, k, v) or _causal_refused(causal, q.shape[2], k.shape[2])
 
 
 def _tensors_refused(q, k, v):
@@ -164,22 +167,13 @@ def _tensors_refused(q, k, v):
     return None
 
 
-def _options_refused(q, k, causal, window, scale, return_lse, precision):
-    Lq, Lk = q.shape[2], k.shape[2]
-    if not (causal is None or isinstance(causal, bool) or (isinstance(causal, str) and causal in CAUSAL)):
-        return f"causal must be None, True, False, 'top-left' or 'bottom-right', got {causal!r}"
+def _causal_refused(causal, Lq, Lk):
     if causal is True and Lq != Lk:
         return (
             f"causal must be 'top-left' (query i sees keys j <= i) or 'bottom-right' (j <= i {Lk - Lq:+d}) where there are "
             f"{Lq} queries and {Lk} keys, got True"
         )
-    if window is not None and (isinstance(window, bool) or not isinstance(window, int) or window < 1):
-        return f"window must be None or an int of at least 1, got {window!r}"
-    if scale is not None and (isinstance(scale, bool) or not isinstance(scale, (int, float)) or not math.isfinite(scale)):
-        return f"scale must be None or a finite number, got {scale!r}"
-    if not isinstance(return_lse, bool):
-        return f"return_lse must be True or False, got {return_lse!r}"
-    return None if precision in (None, "fp8") else f"precision must be None or 'fp8', got {precision!r}"
+    return None
 
 
 def pairs(offset, left, right, Lq, Lk):
@@ -209,25 +203,30 @@ def cost(q, k, v, causal=None, window=None, scale=None, return_lse=False, precis
     )
 
 
-def proof(case):
+def smaller(case, most):
+    """As `proof`, for so many elements: their lengths squared are scores."""
+    return proof(case, most // 4)
+
+
+def proof(case, provable=PROVABLE):
     """The case with both lengths cut in proportion until the oracle's scores fit, then the batch.
 
     Their remainders modulo ROWS and which of them is longer stay; so does whether the blocks of keys are so few that the
     backward splits the queries among them, which is another kernel, where five times as many scores allow it. A window
     stays, unless it would then hold every key, which it did not: it is cut likewise.
     """
-    small, share, most = dict(case), 1.0, PROVABLE
+    small, share, most = dict(case), 1.0, provable
     while _scores(small) > most and share > 2**-40:
         share *= 0.9
         Lq, Lk = _cut(case["Lq"], share), _cut(case["Lk"], share)
         if (Lq < Lk) != (case["Lq"] < case["Lk"]) or (Lq > Lk) != (case["Lq"] > case["Lk"]):
             Lq, Lk = (Lq + ROWS, Lk) if case["Lq"] > case["Lk"] else (Lq, Lk + ROWS)
-        if _blocks(small) == _blocks(case) != _blocks(small | dict(Lk=Lk)) and _scores(small) <= 5 * PROVABLE:
-            most = 5 * PROVABLE
+        if _blocks(small) == _blocks(case) != _blocks(small | dict(Lk=Lk)) and _scores(small) <= 5 * provable:
+            most = 5 * provable
         else:
             small |= dict(Lq=Lq, Lk=Lk)
     if _scores(small) > most:
-        small["B"] = max(1, case["B"] * PROVABLE // _scores(small))
+        small["B"] = max(1, case["B"] * provable // _scores(small))
     if (window := case.get("window")) is not None and small["Lk"] <= window < case["Lk"]:
         small["window"] = max(1, min(_cut(window, share), small["Lk"] - 1))
     return small

@@ -1,0 +1,122 @@
+"""How plans are ranked: raced together, in groups where memory is short, kept as they were where noise leaves it open."""
+
+from dataclasses import asdict, replace
+
+import pytest
+
+import whet.optimize
+from whet.measure import Race
+from whet.models.tiny_llama import MODEL
+from whet.optimize import BEFORE, Plan, Trial, conclude, distrusted
+from whet.race import NOISY, TIED, race_outcome, timing
+
+STOCK, TUNED, COMPILED = Plan("", "v", "stock"), Plan("", "v", "tuned"), Plan("", "v", "tuned", compiled=True)
+
+
+def plans(result: dict) -> dict[str, dict]:
+    return {p["name"]: p for p in result["plans"]}
+
+
+def rival(ms: dict[str, float], rounds: int = 12, busy: str = "") -> Race:
+    """A race in which every plan took the same time in each round."""
+    times = {name: [t] * rounds for name, t in ms.items()}
+    return Race({n: timing(t) for n, t in times.items()}, race_outcome(times, BEFORE), busy, times)
+
+
+class Held(Trial):
+    """Plans without a model: each takes a given time, and memory holds so many of them beside the plain one."""
+
+    def __init__(self, most: int = 99):
+        self.config, self.seconds, self.most = MODEL.sizes["tiny"], 0.02, most
+        self.results, self.entered, self.heats, self.wrong = {}, {}, [], set()
+        self.before_result = {"name": BEFORE, "ok": True, "why": "", "speedup": 1.0}
+        self.before = type("Step", (), {"step": staticmethod(lambda: None)})
+
+    def enter(self, name: str, plan: Plan = STOCK, why: str = "") -> None:
+        self.results[name] = {"name": name, "ok": not why, "why": why, "share": 0.5} | asdict(replace(plan, name=name))
+        if not why:
+            self.entered[name] = lambda: None
+        else:
+            self.wrong.add(name)
+
+    def _run(self, plan: Plan) -> list[dict]:
+        full = len(self.entered) >= self.most
+        if full:
+            self.results[plan.name] = {"name": plan.name, "ok": False, "why": "out of memory"}
+        else:
+            self.enter(plan.name)
+        return [self.results[plan.name]]
+
+
+def raced(monkeypatch, ms: dict[str, float], most: int = 99, speed: tuple[float, ...] = (1.0,) * 9) -> dict:
+    """What is concluded of plans that take so long, in as many races as memory makes of them; speed: the machine's in each."""
+    heats = iter(speed)
+
+    def together(runs, keep, **_):
+        slow = 1 / next(heats)
+        return rival({name: slow * (ms | {BEFORE: 10.0})[name] for name in runs})
+
+    monkeypatch.setattr(whet.optimize, "race", together)
+    trial = Held(most)
+    for name in ms:
+        trial.run(Plan(name, "v", "stock"))
+    trial.heat()
+    return conclude("x", None, trial, [])
+
+
+def test_within_a_tie_the_simpler_plan_is_kept(monkeypatch):
+    done = raced(monkeypatch, {"eager": 5.0, "eager + choices": 4.98})
+    assert done["chosen"] == "eager" and done["tied"] and done["speedup"] == 2.0 and done["why"] == TIED
+    assert plans(done)["eager"]["vs_best"] == pytest.approx(5.0 / 4.98, abs=1e-4)
+    done = raced(monkeypatch, {"eager": 5.0, "eager + choices": 4.98, "torch.compile": 2.0})
+    assert done["chosen"] == "torch.compile" and not done["tied"] and done["speedup"] == 5.0
+
+
+def test_plans_that_memory_does_not_hold_together_are_ranked_through_the_plain_model(monkeypatch):
+    """The machine ran at half speed in the second race: its plan is the better one all the same."""
+    done = raced(monkeypatch, {"eager": 5.0, "eager + choices": 4.0, "torch.compile": 3.0}, most=2, speed=(1.0, 0.5))
+    assert done["chosen"] == "torch.compile" and done["speedup"] == pytest.approx(10 / 3, abs=1e-3)
+    assert plans(done)["eager"]["vs_best"] == pytest.approx(5 / 3, abs=1e-3) and "2 groups" in done["why"]
+    assert plans(done)["torch.compile"]["ms"] == pytest.approx(6.0), "its own time is what it was"
+
+
+def test_where_noise_leaves_it_open_the_model_stays_as_it_was(monkeypatch):
+    def noisy(runs, keep, **_):
+        times = {BEFORE: [10.0, 30.0] * 6, "eager": [30.0, 9.0] * 6}
+        return Race({n: timing(t) for n, t in times.items()}, race_outcome(times, keep), "times vary by 90%", times)
+
+    monkeypatch.setattr(whet.optimize, "race", noisy)
+    trial = Held()
+    trial.enter("eager")
+    trial.heat()
+    done = conclude("x", None, trial, [])
+    assert done["chosen"] == BEFORE and done["why"] == f"{NOISY}: kept {BEFORE}" and done["speedup"] == 1.0
+    assert done["busy"] == "times vary by 90%"
+
+
+def test_a_plan_that_dies_in_the_race_costs_its_own_candidacy():
+    trial = Held()
+    trial.enter("eager")
+    trial.enter("torch.compile")
+
+    def broken():
+        raise RuntimeError("CUDA error: device-side assert")
+
+    trial.entered["torch.compile"] = broken
+    trial.heat()
+    lost = trial.results["torch.compile"]
+    assert not lost["ok"] and lost["why"] == "RuntimeError: CUDA error: device-side assert" and "ms" not in lost
+    assert trial.results["eager"]["ms"] >= 0 and trial.outcome().chosen in (BEFORE, "eager")
+
+
+@pytest.mark.parametrize(
+    "failed, forgotten",
+    [(("plain",), ["eager"]), (("plain", "compiled"), ["eager"]), (("compiled",), []), ((), [])],
+    ids=["as they stand", "in every plan", "under the compiler alone", "in none"],
+)
+def test_choices_that_fail_in_the_whole_model_are_distrusted(failed, forgotten, monkeypatch):
+    monkeypatch.setattr(whet.optimize, "modes_here", lambda: ("eager",))
+    trial = Held()
+    for name, plan in (("plain", TUNED), ("compiled", COMPILED)):
+        trial.enter(name, plan, why="grad w exceeds" if name in failed else "")
+    assert distrusted(list(trial.results.values()), trial.wrong) == forgotten

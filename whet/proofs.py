@@ -1,0 +1,98 @@
+"""Every candidate of many calls proved, and none timed: which are right here, and which trial stops the others.
+
+It is the calibration of the verifier as well: a candidate that is known to be right and is rejected is a fault of the verifier.
+"""
+
+import collections
+import os
+import threading
+from collections.abc import Callable, Iterable
+from dataclasses import asdict
+
+import torch
+
+from whet.measure import now
+from whet.op import DTYPES, Call, base, discover
+from whet.tune import LIMIT_S, VERIFIERS
+from whet.worker import Lost, Worker
+
+OUTCOMES = ("right", "refused", "rejected", "failed")
+
+
+def calls_of(names: Iterable[str], dtypes: Iterable[str], shapes: bool = True, cases: bool = True) -> list[Call]:
+    """The ops' shapes, as they are benchmarked, and the cases of their tests."""
+    ops = discover()
+    if unknown := [n for n in names if n not in ops]:
+        raise ValueError(f"prove: unknown op {unknown[0]!r}; there are {', '.join(ops)}")
+    found = {}
+    for op in (ops[n] for n in names or ops):
+        for dtype in dtypes:
+            for case in [*(op.shapes.values() if shapes else ()), *(op.cases if cases else ())]:
+                call = Call(op.name, case, dtype, bool(op.grads))
+                found[call.key] = call
+    return list(found.values())
+
+
+def prove_all(
+    calls: list[Call],
+    impls: Iterable[str] = (),
+    without: Iterable[str] = (),
+    progress: Callable[[str, int, int], None] = lambda text, done, total: None,
+    preload: str | None = None,
+    limit_s: float = LIMIT_S,
+) -> list[dict]:
+    """One row for each candidate of each call: its outcome, the trial that stopped it, why, and how long it took.
+
+    impls, without   only these impls, or all but these
+    """
+    interpret, todo = not torch.cuda.is_available(), _candidates(calls, set(impls), set(without))
+    rows: list[dict] = []
+    again: collections.deque = collections.deque()  # what failed beside others, maybe for memory, gets a turn alone
+    total = len(todo)
+
+    def work(todo: collections.deque, shared: bool) -> None:
+        with Worker(interpret=interpret, preload=preload) as worker:
+            while todo:
+                try:
+                    call, name = todo.popleft()
+                except IndexError:  # another hand took the last
+                    return
+                started = now()
+                try:
+                    answer = worker.ask(limit_s, what="verify", call=asdict(call), impl=name)
+                except Lost as e:
+                    answer = {"error": str(e)}
+                if shared and "out of memory" in answer.get("error", ""):
+                    again.append((call, name))
+                    continue
+                rows.append(row(call, name, answer, now() - started))
+                progress(f"proving {call.op}/{name}", len(rows), total)
+
+    hands = min(VERIFIERS, max(1, (os.cpu_count() or 1) // 2), total)
+    threads = [threading.Thread(target=work, args=(todo, hands > 1), daemon=True) for _ in range(hands)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        while thread.is_alive():
+            thread.join(0.2)  # short, so that Ctrl-C is heard
+    if again:
+        work(again, False)
+    return sorted(rows, key=lambda r: (r["op"], r["dtype"], str(r["case"]), r["impl"]))
+
+
+def _candidates(calls: list[Call], wanted: set[str], left_out: set[str]) -> collections.deque:
+    """(call, candidate) pairs: all, or those of the impls that are wanted and not left out."""
+    ops, found = discover(), []
+    for call in calls:
+        op = ops[call.op]
+        names = op.candidates(op.inputs(dtype=DTYPES[call.dtype], device="meta", **call.case))
+        found += [(call, n) for n in names if base(n) not in left_out and (not wanted or base(n) in wanted)]
+    return collections.deque(found)
+
+
+def row(call: Call, name: str, answer: dict, seconds: float) -> dict:
+    why = answer.get("error", answer.get("why", ""))
+    ok, refused = answer.get("ok"), why.startswith("refused")
+    outcome = "failed" if "error" in answer else "right" if ok else "refused" if refused else "rejected"
+    found = dict(op=call.op, case=dict(call.case), dtype=call.dtype, impl=name, outcome=outcome, why=why)
+    return found | dict(rule=answer.get("rule", ""), share=answer.get("share", 0.0), seconds=round(seconds, 2))

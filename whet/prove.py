@@ -1,0 +1,310 @@
+"""What is tried of a candidate before it may be timed: the call itself, then what a real run does to it.
+
+values       the call as it was met, and its float32 twin: the same sizes and layout where errors of a millionth show
+families     hostile values from the op's contract: small, large, outliers, ties, negative weights, a row of NaN
+use          each argument frozen, each output alone, upstream gradients of other layouts, arguments of unlike strides
+sizes        the neighbours of a size that was rounded up to a bucket
+repeat       the same call after all of that, and with its inputs overwritten: the same bits, the new values
+whole size   where the oracle of the whole call does not fit: sampled parts of it
+
+A trial that a candidate refuses is no fault: it will refuse it in a user's run as well. The first that fails ends the proof.
+"""
+
+import math
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+from functools import partial
+
+import torch
+
+from whet import machine
+from whet.judge import Verdict, usual_errors
+from whet.op import DTYPES, Call, Op, base, lay, tensors
+from whet.values import POISONED, UNDEFINED, Option
+from whet.verify import Evidence, Use, Violation, evaluate, evidence, leaf_copies, unchanged, verify
+from whet.whole import verify_whole
+
+FEW, FEW_INTERPRETED = 2**21, 2**14  # elements of the arguments on which hostile values and uses are tried
+PROVABLE = 2**27  # elements of the arguments whose float64 oracle fits beside those of other children
+KEPT = 2**21  # elements under which the oracle's results are kept for the next candidate of the call
+MANY, DRAWS = 2**12, 8  # values of a result among which eager's worst error is no luck, and draws in place of them
+HOSTILE = 2.0  # of the budget on hostile values, where eager's own error is that of few elements
+LAYOUTS = ("sliced", "transposed", "expanded")
+COARSE_TWIN = 2.0**-10  # the step by which a float32 twin is judged of a call that is known to compute its products coarser
+
+Trial = tuple[str, Callable[[], Verdict | None]]
+
+
+def prove(op: Op, name: str, call: Call, device: str) -> Verdict:
+    """The verdict on a candidate for a call: the first trial that fails, by name, or the share of the call's own budget."""
+    proof = Proof(op, name, call, device)
+    first = None
+    for rule, trial in proof.trials():
+        try:
+            verdict = trial()
+        except Violation as e:
+            verdict = Verdict(False, why=str(e))
+        except torch.cuda.OutOfMemoryError:
+            raise
+        except Exception as e:
+            if first is None:
+                raise  # the call itself cannot run: said as it is
+            text = (str(e).strip().splitlines() or [""])[0][:200]
+            verdict = Verdict(False, why=f"{type(e).__name__}: {text}")
+        if verdict is None:
+            continue
+        if not verdict.ok:
+            return replace(verdict, rule=rule, why=verdict.why if rule == "values" else f"{rule}: {verdict.why}")
+        first = first or verdict
+    return first or Verdict(True)
+
+
+@dataclass(frozen=True)
+class Made:
+    """Arguments of one trial: case and dtype, family of values, seed."""
+
+    case: tuple
+    dtype: str
+    family: str = ""
+    seed: int = 0
+
+
+_kept: dict = {}  # (call key, Made, Use) -> Evidence, for the next candidate of the same call
+
+
+class Proof:
+    """Every trial of one candidate for one call."""
+
+    def __init__(self, op: Op, name: str, call: Call, device: str):
+        self.op, self.name, self.call, self.device = op, name, call, device
+        self.impl = op.candidate(name)
+        self.tile = "@" in name
+        self.compiled = base(name) in ("compile", "flex")  # each new size or dtype is compiled anew: fewer of them
+        self.case = tuple(provable(op, dict(call.case), call.dtype).items())
+        self.small = tuple(smaller(op, dict(self.case), call.dtype).items())
+        if any(key[0] != call.key for key in _kept):
+            _kept.clear()
+
+    def args(self, made: Made) -> dict | None:
+        """The arguments of a trial, or None where the family changes nothing or the candidate refuses them."""
+        torch.manual_seed(made.seed)
+        args = self.op.inputs(dtype=DTYPES[made.dtype], device=self.device, **dict(made.case))
+        if made.family:
+            torch.manual_seed(made.seed + 1)
+            changed = self.op.hostile[made.family](args)
+            if changed is None:
+                return None
+            args = changed
+        return None if self.op.check(**args) or self.op.misfits(base(self.name), args) else args
+
+    def evidence(self, made: Made, args: dict, use: Use) -> Evidence:
+        key = (self.call.key, made, use)
+        if key in _kept:
+            return _kept[key]
+        held = evidence(self.op, args, use)
+        if any(t is not None and t.numel() < MANY for t in held.oracle.values()):
+            held = replace(held, usual=self.usual(made, use, held))
+        if sum(t.numel() for t in tensors(args)) <= KEPT:
+            _kept[key] = held
+        return held
+
+    def usual(self, made: Made, use: Use, held: Evidence) -> dict:
+        """Eager's errors over several draws: of few values a single one may be lucky."""
+        drawn = [(held.eager, held.oracle)]
+        for seed in range(1, DRAWS):
+            if (args := self.args(replace(made, seed=100 * seed))) is not None:
+                other = evidence(self.op, args, use)
+                drawn.append((other.eager, other.oracle))
+        return usual_errors([({k: v for k, v in e.items() if v is not None and v.numel() < MANY}, {
+            k: v for k, v in o.items() if v is not None and v.numel() < MANY}) for e, o in drawn])
+
+    def verify(self, made: Made, use: Use | None = None, like: Use | None = None, sliced: str = "") -> Verdict | None:
+        """One trial.
+
+        use    how the call is used; like: another use whose evidence serves, since only layouts or what is asked for differ
+        sliced an argument that is given as a slice of a wider one, unlike the others
+        """
+        args = self.args(made)
+        if args is None:
+            return None
+        use = use or Use(self.call.grad)
+        held = self.evidence(made, args, like or use)
+        if sliced:
+            args = args | {sliced: lay(args[sliced], "sliced")}
+        if self.op.misfits(base(self.name), leaf_copies(self.op, args, use.grad, use.wanted)[0]):
+            return None
+        step = COARSE_TWIN if self.impl.misses and made.dtype == "float32" and self.device == "cuda" else None
+        average = not made.family and all(owns_its_elements(t) for t in tensors(args))
+        leaks = "poisoned" if made.family in POISONED else "undefined" if made.family == UNDEFINED else ""
+        slack = HOSTILE if made.family else 1.0
+        return verify(self.op, self.impl, args, use=use, held=held, leaks=leaks, step=step, average=average, slack=slack)
+
+    def twin(self) -> str | None:
+        """The sharpest dtype that is sharper than the call's own and that the candidate takes."""
+        for dtype in ("float32", "float16"):
+            sharper = torch.finfo(DTYPES[dtype]).eps < torch.finfo(DTYPES[self.call.dtype]).eps
+            if sharper and self.args(Made(self.small, dtype)) is not None:
+                return dtype
+        return None
+
+    def trials(self) -> Iterator[Trial]:
+        own = Made(self.case, self.call.dtype)
+        yield "values", partial(self.verify, own)
+        twin = None if self.tile or self.call.dtype not in ("bfloat16", "float16") else self.twin()
+        if twin:
+            yield twin, partial(self.verify, Made(self.case, twin))
+        for dtype in (twin, self.call.dtype):
+            if dtype and not (dtype == "float16" == twin):  # float16 has a range of its own, which is not the call's
+                yield from self.families(dtype, "" if dtype == self.call.dtype else f", {dtype}")
+        yield from self.uses()
+        yield from self.sizes(twin)
+        yield "repeat", self.repeat
+        if self.case != tuple(self.call.case.items()):
+            yield "whole size", self.whole
+
+    def families(self, dtype: str, where: str) -> Iterator[Trial]:
+        for family in self.op.hostile:
+            if not (self.compiled and isinstance(self.op.hostile[family], Option)):  # there it is another graph
+                yield family + where, partial(self.verify, Made(self.small, dtype, family))
+
+    def uses(self) -> Iterator[Trial]:
+        made, usual = Made(self.small, self.call.dtype), Use(self.call.grad)
+        if self.call.grad and not self.tile:
+            yield from self.uses_of_gradients(made, usual)
+        if self.compiled:
+            return
+        args = {k: t for k, t in (self.args(made) or {}).items() if isinstance(t, torch.Tensor)}
+        for name, t in args.items():
+            plain = t.dim() > 1 and t.is_contiguous() and t.numel()
+            if plain and len(args) > 1:
+                yield f"{name} sliced", partial(self.verify, made, sliced=name)
+
+    def uses_of_gradients(self, made: Made, usual: Use) -> Iterator[Trial]:
+        names = [k for k in self.op.grads if (self.args(made) or {}).get(k) is not None]
+        subsets = {tuple(k for k in names if k != left) for left in names} | {(k,) for k in names} if len(names) > 1 else set()
+        for wanted in sorted(subsets, key=lambda s: (-len(s), s))[: 1 if self.compiled else None]:
+            frozen = ", ".join(k for k in names if k not in wanted)
+            yield f"{frozen} frozen", partial(self.verify, made, replace(usual, wanted=wanted), like=usual)
+        for layout in LAYOUTS:
+            if not self.impl.beware:  # what it does with other layouts of upstream gradients is known, and said in the docs
+                use = replace(usual, layout=layout)
+                like = use if layout == "expanded" else usual
+                yield f"upstream gradient {layout}", partial(self.verify, made, use, like=like)
+        args = self.args(made)
+        outs = len([k for k in self.evidence(made, args, usual).oracle if k.startswith("output")]) if args else 0
+        if outs > 1 and not self.impl.beware:
+            yield "upstream gradients unlike", partial(self.verify, made, replace(usual, layout="unlike"), like=usual)
+        for i in range(outs if outs > 1 else 0):
+            yield f"output {i} alone", partial(self.verify, made, replace(usual, outputs=(i,)))
+
+    def sizes(self, twin: str | None) -> Iterator[Trial]:
+        few = self.tile or self.compiled
+        for words, case in neighbours(self.op, dict(self.case))[: 1 if few else None]:
+            for dtype in {self.call.dtype: None} if few or not twin else {twin: None, self.call.dtype: None}:
+                where = "" if dtype == self.call.dtype else f", {dtype}"
+                yield words + where, partial(self.verify, Made(tuple(case.items()), dtype))
+
+    def repeat(self) -> Verdict | None:
+        """The call twice, then with another between its forward and its backward, then with other values in the same memory,
+        then as at first."""
+        made = Made(self.case, self.call.dtype)
+        args, use = self.args(made), Use(self.call.grad)
+        other = self.args(replace(made, seed=7))
+        if args is None or other is None:
+            return None
+        first, second = (self.run(args, use) for _ in range(2))
+        held = self.evidence(made, args, use)
+        verdict = verify(self.op, self.impl, args, use=use, held=held, between=lambda: self.run(other, use))
+        if not verdict.ok:
+            return replace(verdict, why=f"another call before its backward: {verdict.why}")
+        before = {k: t.clone() for k, t in args.items() if isinstance(t, torch.Tensor) and owns_its_elements(t)}
+        for k in before:
+            args[k].copy_(other[k])
+        verdict = verify(self.op, self.impl, args, use=use)
+        if not verdict.ok:
+            return replace(verdict, why=f"inputs overwritten in place: {verdict.why}")
+        for k, t in before.items():
+            args[k].copy_(t)
+        verdict = verify(self.op, self.impl, args, use=use, held=held)
+        if not verdict.ok or self.impl.needs != "triton" or not same_bits(first, second):
+            return verdict
+        if not same_bits(first, self.run(args, use)):
+            return Verdict(False, why="the same call after other work gives other bits")
+        return verdict
+
+    def run(self, args: dict, use: Use) -> dict:
+        return evaluate(self.op, self.impl.run, args, use.grad, use=use)
+
+    def whole(self) -> Verdict | None:
+        args = self.args(Made(tuple(self.call.case.items()), self.call.dtype))
+        if args is None or self.op.pieces is None:
+            return None
+        return verify_whole(self.op, self.impl, args, self.call.grad)
+
+
+def wrong_now(op: Op, names: list[str], call: Call, device: str) -> dict[str, str]:
+    """{candidate: why} of those that are wrong on inputs never seen before: asked after they were timed, many calls later."""
+    wrong, held, made = {}, None, None
+    for name in names:
+        proof = Proof(op, name, call, device)
+        made = made or Made(proof.case, call.dtype, seed=13)
+        if (args := proof.args(made)) is None:
+            continue
+        held = held or proof.evidence(made, args, Use(call.grad))
+        verdict = verify(op, proof.impl, args, use=Use(call.grad), held=held)
+        if not verdict.ok:
+            wrong[name] = f"after it was timed: {verdict.why}"
+    return wrong
+
+
+def run_once(op: Op, name: str, call: Call, device: str) -> None:
+    """The candidate on few elements, whatever comes of it."""
+    proof = Proof(op, name, call, device)
+    if (args := proof.args(Made(proof.small, call.dtype))) is not None:
+        proof.run(args, Use(call.grad))
+
+
+def owns_its_elements(t: torch.Tensor) -> bool:
+    return not any(s == 0 and n > 1 for s, n in zip(t.stride(), t.shape))
+
+
+def same_bits(a: dict, b: dict) -> bool:
+    return all((a[k] is None) == (b[k] is None) and (a[k] is None or unchanged(a[k], b[k])) for k in a)
+
+
+def elements(op: Op, case: dict, dtype: str) -> int:
+    return sum(t.numel() for t in tensors(op.inputs(dtype=DTYPES[dtype], device="meta", **case)))
+
+
+def provable(op: Op, case: dict, dtype: str) -> dict:
+    """The case itself, or the largest like it whose oracle fits; the rest is proved by parts."""
+    case = op.proof(dict(case))
+    return case if op.pieces is None or op.smaller is not None else halved(op, case, dtype, PROVABLE)
+
+
+def smaller(op: Op, case: dict, dtype: str) -> dict:
+    """The case itself, or one of fewer elements that the same kernels serve."""
+    most = FEW_INTERPRETED if machine.triton_mode() == "interpret" else FEW
+    return op.smaller(case, most) if op.smaller is not None else halved(op, case, dtype, most)
+
+
+def halved(op: Op, case: dict, dtype: str, most: int) -> dict:
+    """The case with sizes that vary halved until its arguments have so few elements."""
+    case = dict(case)
+    while elements(op, case, dtype) > most:
+        sizes = {k: n for k in op.dynamic if isinstance(n := case.get(k), int) and n >= 16}
+        if not sizes:
+            break
+        widest = max(sizes, key=sizes.__getitem__)
+        case[widest] = math.ceil(sizes[widest] / 2)
+    return case
+
+
+def neighbours(op: Op, case: dict) -> list[tuple[str, dict]]:
+    """Sizes that were rounded up to the case's own: one less, and just past the half."""
+    found = []
+    for name in op.dynamic:
+        n = case.get(name)
+        if isinstance(n, int) and n > 1:
+            found += [(f"{name}={m}", case | {name: m}) for m in dict.fromkeys((n - 1, n // 2 + 1)) if m < n]
+    return found
