@@ -108,7 +108,8 @@ class Child:
         self.errors.seek(0)
         tail = ([line.strip() for line in self.errors.read().splitlines() if line.strip()] or ["no message"])[-1]
         self.errors.close()
-        lines = [line for line in self.text.decode(errors="replace").splitlines() if line.startswith("{")]
+        said = self.text.decode(errors="replace").splitlines()
+        lines = [line for line in said if line.startswith("{") and not line.startswith('{"ready"')]  # which is no answer yet
         if late:
             return {"lost": f"took longer than {self.limit_s:.0f} s", "seconds": seconds}
         if not lines:

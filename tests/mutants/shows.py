@@ -62,7 +62,7 @@ class Use:
 
         if self.op.misfits(self.impl, args):
             return "refused"
-        args = {k: v.detach().clone() if k in self.op.mutates else v for k, v in args.items()}
+        args = {k: kept_apart(v) if k in self.op.mutates else v for k, v in args.items()}
         for k in (self.op.grads if wanted is None else wanted) if self.grad else ():
             if args[k] is not None:
                 args[k] = args[k].detach().requires_grad_()
@@ -70,7 +70,8 @@ class Use:
         outs = as_tuple(self.op.run(self.impl)(**args))
         used = [o for i, o in enumerate(outs) if o.requires_grad and outputs in (None, i)]
         generator = torch.Generator().manual_seed(7)
-        douts = [lay(torch.randn(o.shape, generator=generator).to(o.device, o.dtype)) for o in used]
+        douts = [torch.randn(o.shape, generator=generator).to(o.device, o.dtype) for o in used]
+        douts = [d if i else lay(d) for i, d in enumerate(douts)]  # the others stay packed: strides unlike each other
         grads = torch.autograd.grad(used, leaves, douts, allow_unused=True) if used and leaves else ()
         return digest(*outs, *grads, *douts, *args.values(), torch.is_grad_enabled(), torch.get_default_dtype(), torch.rand(3))
 
@@ -84,12 +85,13 @@ class Use:
             for k in self.op.grads if self.grad else ():
                 args[k] = args[k] if args[k] is None else args[k].detach().requires_grad_()
             made.append((args, as_tuple(self.op.run(self.impl)(**args))))
+        grads: list = []
+        for args, outs in (made[0], made[0], made[1]):
+            leaves = [v for v in args.values() if isinstance(v, torch.Tensor) and v.requires_grad]
+            used = [o for o in outs if o.requires_grad]
+            if douts := [torch.full_like(o, 0.5) for o in used]:
+                grads += torch.autograd.grad(used, leaves, douts, allow_unused=True, retain_graph=True)
         args, outs = made[0]
-        leaves = [v for v in args.values() if isinstance(v, torch.Tensor) and v.requires_grad]
-        used = [o for o in outs if o.requires_grad]
-        douts, grads = [torch.full_like(o, 0.5) for o in used], []
-        for _ in range(2 if used else 0):
-            grads += torch.autograd.grad(used, leaves, douts, allow_unused=True, retain_graph=True)
         args["x" if "x" in args else next(iter(args))].detach().mul_(2)  # another value at the same address
         with torch.no_grad():
             again = as_tuple(self.op.run(self.impl)(**args))
@@ -117,7 +119,8 @@ class Use:
         yield "a constant row", lambda: changed(where(2, lambda v: torch.cat([torch.ones_like(v[:1]), v[1:]])))
         yield "equal rows", lambda: changed(where(2, lambda v: v[:1].expand(v.shape).contiguous()))
         yield "an infinite column", lambda: changed(where(2, lambda v: torch.cat([v[..., :1] * 0 - torch.inf, v[..., 1:]], -1)))
-        yield "a NaN", lambda: changed(lambda k, v: torch.cat([v[:-1], v[-1:] * torch.nan]) if k == "w" else v)
+        yield "a NaN", lambda: changed(where(2, lambda v: torch.cat([v[:-1], v[-1:] * torch.nan])))
+        yield "a largest of 472", lambda: changed(where(2, lambda v: v.clamp(max=1.0) * 472.0), "bfloat16")
         for eps in (1e-2, 1e-12):
             if "eps" in self.args():
                 yield f"eps {eps}", partial(lambda eps: self.result(self.args("float32") | {"eps": eps}), eps)
@@ -142,6 +145,11 @@ class Use:
         for k, v in self.args().items():
             if isinstance(v, torch.Tensor) and v.dim() > 1:
                 yield f"sliced {k}", partial(lambda k: self.result(self.args() | {k: laid("sliced", self.args()[k])}), k)
+
+
+def kept_apart(t: torch.Tensor) -> torch.Tensor:
+    """A copy of the same strides."""
+    return torch.empty_strided(t.shape, t.stride(), dtype=t.dtype, device=t.device).copy_(t.detach())
 
 
 def laid(layout: str, t: torch.Tensor) -> torch.Tensor:
