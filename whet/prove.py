@@ -168,7 +168,9 @@ class Proof:
     def families(self, dtype: str, where: str) -> Iterator[Trial]:
         for family in self.op.hostile:
             if not (self.compiled and isinstance(self.op.hostile[family], Option)):  # there it is another graph
-                yield family + where, partial(self.verify, Made(self.small, dtype, family))
+                # Of scores that overflow the values are looked at: cuDNN's gradients overflow with them.
+                use = Use(self.call.grad and family != OVERFLOWING)
+                yield family + where, partial(self.verify, Made(self.small, dtype, family), use)
 
     def uses(self) -> Iterator[Trial]:
         made, usual = Made(self.small, self.call.dtype), Use(self.call.grad)

@@ -41,6 +41,7 @@ PATHS = ("graph", "persistent")
 CONTEXTS = (256, 1024, 16384)  # one bucket of few splits, one of more, one whose loop over keys is pipelined
 PREFIXES = (0, 200, 2048)  # tokens in the cache before a chunk: none, a ragged number, a whole chunk
 CHUNKS = (33, 256)  # tokens of a chunk
+LUCK = 4.0  # of the budget in float32: eager's own error over one row of one draw is a matter of luck (an H200: 1.1 to 1.4)
 VOCAB_BLOCK = 2**13  # rows of the head widened at once
 
 
@@ -155,7 +156,8 @@ class Proving:
     def call(self, op: Op, *args, **options):
         bound = op.bind(args, options)
         if op.why_not("triton", bound) is None:
-            verdict = verify(op, op.candidate("triton"), bound, grad=False, average=self.average)
+            slack = LUCK if next(iter(bound.values())).dtype == torch.float32 else 1.0
+            verdict = verify(op, op.candidate("triton"), bound, grad=False, average=self.average, slack=slack)
             if not verdict.ok:
                 raise Rejected(f"{op.name}: {verdict.why}")
             self.tightest = max(self.tightest, verdict, key=lambda v: v.share)
