@@ -10,10 +10,11 @@ from pathlib import Path
 import planted_bad
 import pytest
 import torch
-from conftest import every_op, first_case, without
+from conftest import COMPILING, every_op, first_case, without
 
 import whet.tune
 import whet.worker
+from whet import isolation
 from whet.child import Child, Lost
 from whet.isolation import SETTINGS, UNREADABLE, Leftovers, isolated
 from whet.lock import Lock
@@ -141,6 +142,15 @@ def test_a_hang_beside_others_is_final_and_a_failure_gets_a_turn_alone(monkeypat
     with without(*(set(OP.impls) - {"eager", "torch"})), pytest.raises(ValueError, match="no candidate could run"):
         tune([(CALL, 1)], Lock(), modes=("eager",))
     assert sorted(asked) == ["eager", "eager", "torch"]
+
+
+@pytest.fixture(autouse=True)
+def compilers_apart(request, monkeypatch):
+    """Kernels are compiled beside the tests, by processes that come and go: what those start is nobody's leftover."""
+    beside = request.config.stash.get(COMPILING, None)
+    if beside is not None:
+        descendants = isolation.descendants
+        monkeypatch.setattr(isolation, "descendants", lambda pid: [] if pid == beside.pid else descendants(pid))
 
 
 @pytest.fixture
