@@ -28,7 +28,7 @@ FEW, FEW_INTERPRETED = 2**21, 2**14  # elements of the arguments on which hostil
 PROVABLE = 2**27  # elements of the arguments whose float64 oracle fits beside those of other children
 KEPT = 2**21  # elements under which the oracle's results are kept for the next candidate of the call
 MANY, DRAWS = 2**12, 8  # values of a result among which eager's worst error is no luck, and draws in place of them
-HOSTILE = 2.0  # of the budget on hostile values, where eager's own error is that of few elements
+FURTHER = 2.0  # of the budget in every trial but the call itself: of so many, eager's own error is small by luck in some
 GROSS = 64.0  # of the budget where the formula itself is short of digits
 LAYOUTS = ("sliced", "transposed", "expanded")
 COARSE_TWIN = 2.0**-10  # the step by which a float32 twin is judged of a call that is known to compute its products coarser
@@ -139,7 +139,8 @@ class Proof:
         step = COARSE_TWIN if self.impl.misses and made.dtype == "float32" and self.device == "cuda" else None
         average = not made.family and all(owns_its_elements(t) for t in tensors(args))
         leaks = "poisoned" if made.family in POISONED else "undefined" if made.family == UNDEFINED else ""
-        slack = GROSS if made.family == OVERFLOWING else HOSTILE if made.family else 1.0
+        itself = made in (Made(self.case, self.call.dtype), Made(self.case, "float32")) and use == Use(self.call.grad)
+        slack = GROSS if made.family == OVERFLOWING else 1.0 if itself else FURTHER
         return verify(self.op, self.impl, args, use=use, held=held, leaks=leaks, step=step, average=average, slack=slack)
 
     def twin(self) -> str | None:
@@ -219,18 +220,18 @@ class Proof:
             return None
         first, second = (self.run(args, use) for _ in range(2))
         held = self.evidence(made, args, use)
-        verdict = verify(self.op, self.impl, args, use=use, held=held, between=lambda: self.run(other, use))
+        verdict = verify(self.op, self.impl, args, use=use, held=held, slack=FURTHER, between=lambda: self.run(other, use))
         if not verdict.ok:
             return replace(verdict, why=f"another call before its backward: {verdict.why}")
         before = {k: t.clone() for k, t in args.items() if isinstance(t, torch.Tensor) and owns_its_elements(t)}
         for k in before:
             args[k].copy_(other[k])
-        verdict = verify(self.op, self.impl, args, use=use)
+        verdict = verify(self.op, self.impl, args, use=use, slack=FURTHER)
         if not verdict.ok:
             return replace(verdict, why=f"inputs overwritten in place: {verdict.why}")
         for k, t in before.items():
             args[k].copy_(t)
-        verdict = verify(self.op, self.impl, args, use=use, held=held)
+        verdict = verify(self.op, self.impl, args, use=use, held=held, slack=FURTHER)
         if not verdict.ok or self.impl.needs != "triton" or not same_bits(first, second):
             return verdict
         if not same_bits(first, self.run(args, use)):
@@ -256,7 +257,7 @@ def wrong_now(op: Op, names: list[str], call: Call, device: str) -> dict[str, st
         if (args := proof.args(made)) is None:
             continue
         held = held or proof.evidence(made, args, Use(call.grad))
-        verdict = verify(op, proof.impl, args, use=Use(call.grad), held=held)
+        verdict = verify(op, proof.impl, args, use=Use(call.grad), held=held, slack=FURTHER)
         if not verdict.ok:
             wrong[name] = f"after it was timed: {verdict.why}"
     return wrong
