@@ -80,7 +80,8 @@ class Proof:
         self.op, self.name, self.call, self.device = op, name, call, device
         self.impl = op.candidate(name)
         self.tile = "@" in name
-        self.compiled = base(name) in ("compile", "flex")  # each new size or dtype is compiled anew: fewer of them
+        self.compiled = base(name) in ("compile", "flex")  # each new size or dtype is compiled anew: fewer of them,
+        self.once = self.compiled and device == "cpu"  # and none where a C++ compiler takes a quarter of a minute for each
         self.case = tuple(provable(op, dict(call.case), call.dtype).items())
         self.small = tuple(smaller(op, dict(self.case), call.dtype).items())
         if any(key[0] != call.key for key in _kept):
@@ -154,7 +155,7 @@ class Proof:
     def trials(self) -> Iterator[Trial]:
         own = Made(self.case, self.call.dtype)
         yield "values", partial(self.verify, own)
-        twin = None if self.tile or self.call.dtype not in ("bfloat16", "float16") else self.twin()
+        twin = None if self.tile or self.once or self.call.dtype not in ("bfloat16", "float16") else self.twin()
         if twin:
             yield twin, partial(self.verify, Made(self.case, twin))
         for dtype in (twin, self.call.dtype):
@@ -188,7 +189,7 @@ class Proof:
     def uses_of_gradients(self, made: Made, usual: Use) -> Iterator[Trial]:
         names = [k for k in self.op.grads if (self.args(made) or {}).get(k) is not None]
         subsets = {tuple(k for k in names if k != left) for left in names} | {(k,) for k in names} if len(names) > 1 else set()
-        for wanted in sorted(subsets, key=lambda s: (-len(s), s))[: 1 if self.compiled else None]:
+        for wanted in sorted(subsets, key=lambda s: (-len(s), s))[: 0 if self.once else 1 if self.compiled else None]:
             frozen = ", ".join(k for k in names if k not in wanted)
             yield f"{frozen} frozen", partial(self.verify, made, replace(usual, wanted=wanted), like=usual)
         for layout in LAYOUTS:
@@ -205,7 +206,7 @@ class Proof:
 
     def sizes(self, twin: str | None) -> Iterator[Trial]:
         few = self.tile or self.compiled
-        for words, case in neighbours(self.op, dict(self.case))[: 1 if few else None]:
+        for words, case in neighbours(self.op, dict(self.case))[: 0 if self.once else 1 if few else None]:
             for dtype in {self.call.dtype: None} if few or not twin else {twin: None, self.call.dtype: None}:
                 where = "" if dtype == self.call.dtype else f", {dtype}"
                 yield words + where, partial(self.verify, Made(tuple(case.items()), dtype))
