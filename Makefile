@@ -6,7 +6,7 @@ BIN    := $(VENV)/bin
 .PHONY: run test check gpu-test mutants records smollm2 setup clean
 
 run: setup
-	@echo "optimizing tiny-llama:small; about three minutes on two CPU cores, progress is shown on a terminal"
+	@echo "optimizing tiny-llama:small; about five minutes on two CPU cores, progress is shown on a terminal"
 	$(BIN)/whet optimize tiny-llama:small
 
 test: setup
