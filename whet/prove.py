@@ -97,7 +97,7 @@ class Proof:
             if changed is None:
                 return None
             args = changed
-        return None if self.op.check(**args) or self.op.misfits(base(self.name), args) else args
+        return None if self.op.misfits(base(self.name), args) else args
 
     def evidence(self, made: Made, args: dict, use: Use) -> Evidence:
         key = (self.call.key, made, use)
@@ -114,13 +114,12 @@ class Proof:
 
     def usual(self, made: Made, use: Use, held: Evidence) -> dict:
         """Eager's errors over several draws: of few values a single one may be lucky."""
-        drawn = [(held.eager, held.oracle)]
+        few = [name for name, t in held.oracle.items() if t is not None and t.numel() < MANY]
+        drawn = [held]
         for seed in range(1, DRAWS):
             if (args := self.args(replace(made, seed=100 * seed))) is not None:
-                other = evidence(self.op, args, use)
-                drawn.append((other.eager, other.oracle))
-        return usual_errors([({k: v for k, v in e.items() if v is not None and v.numel() < MANY}, {
-            k: v for k, v in o.items() if v is not None and v.numel() < MANY}) for e, o in drawn])
+                drawn.append(evidence(self.op, args, use))
+        return usual_errors([(e.eager, {name: e.oracle[name] for name in few}) for e in drawn])
 
     def verify(self, made: Made, use: Use | None = None, like: Use | None = None, sliced: str = "") -> Verdict | None:
         """One trial.

@@ -7,6 +7,7 @@ from rich.table import Table
 
 from whet import counters
 from whet.op import Call, Op, base
+from whet.proofs import OUTCOMES
 from whet.race import FASTEST, TIED, Timing
 
 OVER = "over 100%"  # of a roof that is beaten
@@ -204,17 +205,16 @@ def plans_table(result: dict) -> Table:
 
 def proofs_table(rows: list[dict]) -> Table:
     """How many calls of each impl were right, refused, rejected or failed; then each of the last two, with its reason."""
-    outcomes = ("right", "refused", "rejected", "failed")
-    table = Table("op", "impl", *outcomes, "why")
+    table = Table("op", "impl", *OUTCOMES, "why")
     counts: dict[tuple[str, str], dict[str, int]] = {}
     for row in rows:
         mine = counts.setdefault((row["op"], base(row["impl"])), {})
         mine[row["outcome"]] = mine.get(row["outcome"], 0) + 1
     for (op, impl), found in counts.items():
-        table.add_row(op, impl, *(str(found.get(k, 0)) for k in outcomes), "")
+        table.add_row(op, impl, *(str(found.get(k, 0)) for k in OUTCOMES), "")
     for row in rows:
         if row["outcome"] in ("rejected", "failed"):
             call = Call(row["op"], row["case"], row["dtype"], True).key.removesuffix(" fwd+bwd")
-            marks = ("1" if row["outcome"] == k else "" for k in outcomes)
+            marks = ("1" if row["outcome"] == k else "" for k in OUTCOMES)
             table.add_row("", row["impl"], *marks, f"{call}: {row['why']}")
     return table
