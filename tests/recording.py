@@ -1,11 +1,14 @@
 """A pytest plugin that keeps what a run found as a record: tests passed, failed, skipped and not run, at which commit.
 
 `--record FILE` turns it on. Runs over other tests at the same commit on the same machine add to the record, so that a suite
-can be run in parts; at another commit it starts over. It is saved as tests go, since a run may be cut short: what was
-selected and has no outcome yet is "not run".
+can be run in parts, one after the other or side by side; at another commit it starts over. It is saved as tests go,
+since a run may be cut short: what was selected and has no outcome yet is "not run".
 """
 
+import collections
+import fcntl
 import json
+import os
 import time
 from pathlib import Path
 
@@ -18,22 +21,17 @@ SAVE_EVERY = 10.0  # seconds
 
 
 class Recording:
-    """tests: nodeid -> [outcome, seconds if passed, else why]; seconds: file -> time spent in its tests, over all parts."""
+    """What this run found since it last saved; the rest stands in the record, to which other runs may add at the same time."""
 
     def __init__(self, path: Path, command: str, root: Path):
-        self.path, self.root = path, root
+        self.command, self.root = command, root
         self.record = record.make(command, {})
-        self.tests: dict[str, list] = {}
-        self.seconds: dict[str, float] = {}
-        self.recovered: set[str] = set()  # failed in an earlier part, passed in a later one
-        self.parts = [command]
-        self.spent: dict[str, float] = {}
-        self.saved_at = time.monotonic()
-        if measured := self.earlier():
-            self.tests = {name: [o, detail] for o in OUTCOMES for name, detail in measured[o].items()}
-            self.seconds = {file: row["seconds"] for file, row in measured["files"].items()}
-            self.recovered = set(measured["passed after failing"])
-            self.parts = [*measured["parts"], command]
+        self.path = record.place(self.record, path.parent, path.stem)
+        self.tests: dict[str, list] = {}  # nodeid -> [outcome, seconds if passed, else why]
+        self.seconds: dict[str, float] = {}  # file -> time spent in its tests
+        self.spent: dict[str, float] = {}  # nodeid -> the same
+        self.counts: dict[str, int] = {}
+        self.saved_at = 0.0
 
     @property
     def committed(self) -> bool:
@@ -41,22 +39,20 @@ class Recording:
         return self.record["commit"] != "unknown" and not self.record["commit"].endswith("-dirty")
 
     def earlier(self) -> dict | None:
-        """What the record that is there holds, if it is of this machine and of this commit."""
-        path = record.place(self.record, self.path.parent, self.path.stem)
-        if not self.committed or not path.exists():
+        """What the record that is there holds, if it is of this run, or of this machine and of this commit."""
+        if not self.path.exists() or not (self.committed or self.saved_at):
             return None
-        found = json.loads(path.read_text())
+        found = json.loads(self.path.read_text())
         same = found["commit"] == self.record["commit"] and found["machine"]["key"] == self.record["machine"]["key"]
         return found["measured"] if same else None
 
     def pytest_collectreport(self, report: pytest.CollectReport) -> None:
         if report.failed:
-            self.set(report.nodeid, "failed", self.why(report))
+            self.tests[report.nodeid] = ["failed", self.why(report)]
 
     def pytest_collection_finish(self, session: pytest.Session) -> None:
         for item in session.items:
-            self.tests.setdefault(item.nodeid, ["not run", ""])
-            self.tests.pop(item.nodeid.partition("::")[0], None)  # a file that could not be collected before
+            self.tests[item.nodeid] = ["not run", ""]
         self.save()
 
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
@@ -64,20 +60,13 @@ class Recording:
         self.spent[name] = self.spent.get(name, 0.0) + report.duration
         self.seconds[file] = self.seconds.get(file, 0.0) + report.duration
         if report.failed:
-            self.set(name, "failed", self.why(report))
+            self.tests[name] = ["failed", self.why(report)]
         elif report.skipped:
-            self.set(name, "skipped", self.why(report))
+            self.tests[name] = ["skipped", self.why(report)]
         elif report.when == "call":
-            self.set(name, "passed", round(self.spent[name], 2))
+            self.tests[name] = ["passed", round(self.spent[name], 2)]
         if report.when == "teardown" and time.monotonic() - self.saved_at > SAVE_EVERY:
             self.save()
-
-    def set(self, name: str, outcome: str, detail) -> None:
-        if self.tests.get(name, [""])[0] == "failed" and outcome == "passed":
-            self.recovered.add(name)
-        elif outcome == "failed":
-            self.recovered.discard(name)
-        self.tests[name] = [outcome, detail]
 
     def why(self, report) -> str:
         """The first line of an error, or a skip's reason, less where the checkout is. Of a file the error stands last."""
@@ -89,28 +78,53 @@ class Recording:
         return next(iter(lines), "").removeprefix("E   ").strip().replace(f"{self.root}/", "")[:300]
 
     def measured(self) -> dict:
+        """What stood in the record and what this run adds to it."""
+        before = self.earlier()
+        tests = {name: [o, detail] for o in OUTCOMES for name, detail in before[o].items()} if before else {}
+        seconds = collections.Counter({file: row["seconds"] for file, row in before["files"].items()} if before else {})
+        recovered = set(before["passed after failing"]) if before else set()
+        parts = [*(before["parts"] if before else []), *([] if self.saved_at else [self.command])]
+        for name, (outcome, detail) in self.tests.items():
+            was, file = tests.get(name, [None])[0], name.partition("::")[0]
+            if file != name:
+                tests.pop(file, None)  # a file that could not be collected before
+            if outcome == "not run" and was:
+                continue
+            recovered -= {name} if outcome == "failed" else set()
+            recovered |= {name} if (was, outcome) == ("failed", "passed") else set()
+            tests[name] = [outcome, detail]
+        seconds.update(self.seconds)
         by_outcome: dict[str, dict] = {outcome: {} for outcome in OUTCOMES}
-        for name, (outcome, detail) in sorted(self.tests.items()):
-            by_outcome[outcome][name] = detail
         files: dict[str, dict] = {}
-        for name, (outcome, _) in sorted(self.tests.items()):
+        for name, (outcome, detail) in sorted(tests.items()):
+            by_outcome[outcome][name] = detail
             file = name.partition("::")[0]
-            row = files.setdefault(file, dict.fromkeys(OUTCOMES, 0) | {"seconds": round(self.seconds.get(file, 0.0), 1)})
+            row = files.setdefault(file, dict.fromkeys(OUTCOMES, 0) | {"seconds": round(seconds[file], 2)})
             row[outcome] += 1
         return {
-            "counts": {o: len(tests) for o, tests in by_outcome.items()}, "seconds": round(sum(self.seconds.values()), 1),
-            "parts": self.parts, "files": files, "passed after failing": sorted(self.recovered), **by_outcome,
+            "counts": {o: len(tests) for o, tests in by_outcome.items()}, "seconds": round(seconds.total(), 1),
+            "parts": parts, "files": files, "passed after failing": sorted(recovered), **by_outcome,
         }
 
-    def save(self) -> Path | None:
-        self.saved_at = time.monotonic()
-        return record.write(self.record | {"measured": self.measured()}, self.path.parent, self.path.stem)
+    def save(self) -> None:
+        """Under a lock of the folder, which is gone with the process that held it."""
+        self.path.parent.mkdir(parents=True, exist_ok=True)
+        folder = os.open(self.path.parent, os.O_RDONLY)
+        try:
+            fcntl.flock(folder, fcntl.LOCK_EX)
+            measured = self.measured()
+            record.write(self.record | {"measured": measured}, self.path.parent, self.path.stem.removeprefix("cpu-"))
+        finally:
+            os.close(folder)
+        self.counts, self.saved_at = measured["counts"], time.monotonic()
+        self.tests.clear()
+        self.seconds.clear()
 
     def pytest_sessionfinish(self) -> None:
         self.save()
 
     def pytest_terminal_summary(self, terminalreporter) -> None:
-        counts = ", ".join(f"{n} {outcome}" for outcome, n in self.measured()["counts"].items())
+        counts = ", ".join(f"{n} {outcome}" for outcome, n in self.counts.items())
         terminalreporter.write_line(f"on record: {counts}")
         if not self.committed:
             terminalreporter.write_line("not at a commit, so other parts start over; commit first, or set WHET_COMMIT")

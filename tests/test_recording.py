@@ -4,6 +4,7 @@ import json
 import subprocess
 
 import pytest
+from recording import Recording
 
 from whet import machine
 from whet.report import record
@@ -61,6 +62,21 @@ def test_parts_at_one_commit_add_up_and_another_commit_starts_over(run, monkeypa
     assert measured["counts"] == {"passed": 2, "failed": 1, "skipped": 1, "not run": 0} and len(measured["parts"]) == 3
     monkeypatch.setenv("WHET_COMMIT", "b" * 40)
     assert run("test_second.py")["measured"]["counts"] == {"passed": 0, "failed": 0, "skipped": 1, "not run": 0}
+
+
+def test_parts_that_run_side_by_side_lose_nothing(pytester, monkeypatch):
+    """Both have started before either saves what it found."""
+    monkeypatch.setenv("WHET_COMMIT", "a" * 40)
+    path = pytester.path / "records" / "gpu-tests.json"
+    parts = [Recording(path, f"part {n}", pytester.path) for n in range(2)]
+    for part in parts:
+        part.save()
+    for n, part in enumerate(parts):
+        part.tests, part.seconds = {f"test_{n}.py::test_it": ["passed", 1.0]}, {f"test_{n}.py": 1.0, "test_both.py": 1.0}
+        part.save()
+    measured = json.loads(parts[0].path.read_text())["measured"]
+    assert measured["counts"]["passed"] == 2 and measured["parts"] == ["part 0", "part 1"]
+    assert {file: row["seconds"] for file, row in measured["files"].items()} == {"test_0.py": 1.0, "test_1.py": 1.0}
 
 
 def test_what_a_dirty_tree_or_an_unknown_commit_ran_is_not_added_up(run, monkeypatch):
