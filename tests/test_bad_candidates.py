@@ -265,3 +265,15 @@ def test_no_impl_leaves_its_process_changed(op, device):
         with isolated() as changed:
             verify_case(op, name, case, "bfloat16", device)
         assert (changed, Leftovers.now().since(before)) == ([], ""), name
+
+
+def test_a_precision_that_is_set_and_set_back_is_no_change_left_behind():
+    """torch then says "ieee" where it said "none", and both mean float32."""
+    with isolated() as changed:
+        before = torch.get_float32_matmul_precision()
+        torch.set_float32_matmul_precision("highest")
+        torch.set_float32_matmul_precision(before)
+    assert not changed
+    with isolated() as changed:
+        torch.set_float32_matmul_precision("high")
+    assert changed == ["float32 precision"] and torch.get_float32_matmul_precision() == before

@@ -29,6 +29,7 @@ class Setting:
     name: str
     get: Callable[[], Any]
     set: Callable[[Any], Any]
+    same: tuple[Any, ...] = ()  # values that mean the same: to go from one to another is put back, and no change
 
     def read(self) -> Any:
         try:
@@ -43,12 +44,14 @@ class Setting:
             return False
         with contextlib.suppress(Exception):
             self.set(before)
-        return True
+        return not (before in self.same and now in self.same)
 
 
 def _precision(backend: str, op: str) -> Setting:
+    """Who sets "highest" and then sets back what there was leaves "ieee" where nothing had been said, which is the same."""
     get, put = torch._C._get_fp32_precision_getter, torch._C._set_fp32_precision_setter
-    return Setting("float32 precision", lambda: get(backend, op), lambda value: put(backend, op, value))
+    same = ("none", "ieee")
+    return Setting("float32 precision", lambda: get(backend, op), lambda value: put(backend, op, value), same)
 
 
 def _autocast(device: str) -> Setting:

@@ -221,8 +221,9 @@ class Op:
         impl, tile = self.impls[base(name)], name.partition("@")[2]
         if reason := self.unfit(args):
             return reason
-        if impl.needs != "torch" and (reason := next((r for t in tensors(args) if (r := memoryless(t))), None)):
-            return reason
+        for t in tensors(args) if impl.needs != "torch" else ():
+            if reason := memoryless(t):
+                return reason
         if impl.needs != "torch" and torch.cuda.is_available() and not all(t.is_cuda for t in tensors(args)):
             return "needs tensors on the GPU; TRITON_INTERPRET=1 on a machine without one runs kernels on the CPU"
         if reason := impl.refuses(**args):

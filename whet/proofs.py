@@ -40,10 +40,12 @@ def prove_all(
     progress: Callable[[str, int, int], None] = lambda text, done, total: None,
     preload: str | None = None,
     limit_s: float = LIMIT_S,
+    jobs: int | None = None,
 ) -> list[dict]:
     """One row for each candidate of each call: its outcome, the trial that stopped it, why, and how long it took.
 
     impls, without   only these impls, or all but these
+    jobs             processes side by side
     """
     interpret, todo = not torch.cuda.is_available(), _candidates(calls, set(impls), set(without))
     rows: list[dict] = []
@@ -68,7 +70,7 @@ def prove_all(
                 rows.append(row(call, name, answer, now() - started))
                 progress(f"proving {call.op}/{name}", len(rows), total)
 
-    hands = min(VERIFIERS, max(1, (os.cpu_count() or 1) // 2), total)
+    hands = min(jobs or min(VERIFIERS, max(1, (os.cpu_count() or 1) // 2)), total)
     threads = [threading.Thread(target=work, args=(todo, hands > 1), daemon=True) for _ in range(hands)]
     for thread in threads:
         thread.start()
