@@ -3,6 +3,9 @@
 `--record FILE` turns it on. Runs over other tests at the same commit on the same machine add to the record, so that a suite
 can be run in parts, one after the other or side by side; at another commit it starts over. It is saved as tests go,
 since a run may be cut short: what was selected and has no outcome yet is "not run".
+
+`--record-onto-earlier` keeps what tests that are not run now gave at earlier commits, and names those commits: for a repair
+that touches few of them.
 """
 
 import collections
@@ -23,8 +26,8 @@ SAVE_EVERY = 10.0  # seconds
 class Recording:
     """What this run found since it last saved; the rest stands in the record, to which other runs may add at the same time."""
 
-    def __init__(self, path: Path, command: str, root: Path):
-        self.command, self.root = command, root
+    def __init__(self, path: Path, command: str, root: Path, onto_earlier: bool = False):
+        self.command, self.root, self.onto_earlier = command, root, onto_earlier
         self.record = record.make(command, {})
         self.path = record.place(self.record, path.parent, path.stem)
         self.tests: dict[str, list] = {}  # nodeid -> [outcome, seconds if passed, else why]
@@ -39,12 +42,20 @@ class Recording:
         return self.record["commit"] != "unknown" and not self.record["commit"].endswith("-dirty")
 
     def earlier(self) -> dict | None:
-        """What the record that is there holds, if it is of this run, or of this machine and of this commit."""
+        """What the record that is there holds, if it is of this run, or of this machine and of this commit or one to keep."""
         if not self.path.exists() or not (self.committed or self.saved_at):
             return None
         found = json.loads(self.path.read_text())
-        same = found["commit"] == self.record["commit"] and found["machine"]["key"] == self.record["machine"]["key"]
-        return found["measured"] if same else None
+        if found["machine"]["key"] != self.record["machine"]["key"]:
+            return None
+        if found["commit"] == self.record["commit"]:
+            return found["measured"]
+        if not self.onto_earlier:
+            return None
+        measured, elsewhere = found["measured"], found["measured"].get("at other commits", {})
+        older = {name for names in elsewhere.values() for name in names}
+        here = sorted({name for o in OUTCOMES for name in measured[o]} - older)
+        return measured | {"at other commits": elsewhere | {found["commit"]: here}}
 
     def pytest_collectreport(self, report: pytest.CollectReport) -> None:
         if report.failed:
@@ -84,6 +95,7 @@ class Recording:
         seconds = collections.Counter({file: row["seconds"] for file, row in before["files"].items()} if before else {})
         recovered = set(before["passed after failing"]) if before else set()
         parts = [*(before["parts"] if before else []), *([] if self.saved_at else [self.command])]
+        commits = {name: at for at, names in (before or {}).get("at other commits", {}).items() for name in names}
         for name, (outcome, detail) in self.tests.items():
             was, file = tests.get(name, [None])[0], name.partition("::")[0]
             if file != name:
@@ -93,6 +105,10 @@ class Recording:
             recovered -= {name} if outcome == "failed" else set()
             recovered |= {name} if (was, outcome) == ("failed", "passed") else set()
             tests[name] = [outcome, detail]
+            commits.pop(name, None)
+        elsewhere: dict[str, list[str]] = {}
+        for name in sorted(tests.keys() & commits.keys()):
+            elsewhere.setdefault(commits[name], []).append(name)
         seconds.update(self.seconds)
         by_outcome: dict[str, dict] = {outcome: {} for outcome in OUTCOMES}
         files: dict[str, dict] = {}
@@ -103,7 +119,8 @@ class Recording:
             row[outcome] += 1
         return {
             "counts": {o: len(tests) for o, tests in by_outcome.items()}, "seconds": round(seconds.total(), 1),
-            "parts": parts, "files": files, "passed after failing": sorted(recovered), **by_outcome,
+            "parts": parts, "files": files, "passed after failing": sorted(recovered),
+            "at other commits": elsewhere, **by_outcome,
         }
 
     def save(self) -> None:
@@ -132,10 +149,12 @@ class Recording:
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--record", type=Path, metavar="FILE", help="add what passed, failed and was skipped to this record")
+    parser.addoption("--record-onto-earlier", action="store_true", help="keep other tests' outcomes at earlier commits there")
 
 
 def pytest_configure(config: pytest.Config) -> None:
     if config.option.record and not config.option.collectonly:
         arguments = " ".join(str(a) for a in config.invocation_params.args).replace(f"{config.rootpath}/", "")
         path = config.invocation_params.dir / config.option.record
-        config.pluginmanager.register(Recording(path, f"python -m pytest {arguments}", config.rootpath))
+        made = Recording(path, f"python -m pytest {arguments}", config.rootpath, config.option.record_onto_earlier)
+        config.pluginmanager.register(made)

@@ -79,6 +79,17 @@ def test_parts_that_run_side_by_side_lose_nothing(pytester, monkeypatch):
     assert {file: row["seconds"] for file, row in measured["files"].items()} == {"test_0.py": 1.0, "test_1.py": 1.0}
 
 
+def test_what_other_tests_gave_at_earlier_commits_is_kept_when_asked_and_named_with_its_commit(run, monkeypatch):
+    run()
+    monkeypatch.setenv("WHET_COMMIT", "b" * 40)
+    measured = run("test_second.py", "--record-onto-earlier")["measured"]
+    assert measured["counts"] == {"passed": 2, "failed": 2, "skipped": 1, "not run": 0}
+    assert {at: len(names) for at, names in measured["at other commits"].items()} == {"a" * 40: 4}
+    monkeypatch.setenv("WHET_COMMIT", "c" * 40)
+    measured = run("test_first.py", "-k", "right", "--record-onto-earlier")["measured"]
+    assert {at: len(names) for at, names in measured["at other commits"].items()} == {"a" * 40: 3, "b" * 40: 1}
+
+
 def test_what_a_dirty_tree_or_an_unknown_commit_ran_is_not_added_up(run, monkeypatch):
     for commit in ("unknown", "c" * 40 + "-dirty"):
         monkeypatch.setenv("WHET_COMMIT", commit)
