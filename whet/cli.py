@@ -222,13 +222,20 @@ def prove_command(
         if unknown := [d for d in dtypes if d not in DTYPES]:
             raise ValueError(f"prove: dtype must be among {list(DTYPES)}, got {unknown[0]!r}")
         calls = proofs.calls_of(ops or [], dtypes, not cases, cases)
-        rows = proofs.prove_all(calls, impls or [], without or [], progress, jobs=jobs)
+        stopped = False
+        try:
+            rows = proofs.prove_all(calls, impls or [], without or [], progress, jobs=jobs)
+        except proofs.Stopped as e:
+            rows, stopped = e.rows, True
         some = [*(f"--impl {i}" for i in impls or []), *(f"--without {i}" for i in without or [])]
         asked = [*(ops or []), f"--dtype {dtype}", *some]
         made = record.make(" ".join(["whet prove", *asked, *(["--cases"] if cases else [])]), {"rows": rows})
         those = [*(["cases"] if cases else []), *dtypes, *(impls or []), *(f"without {name}" for name in without or [])]
         name = " ".join(["prove", *(ops or ["all"]), *those])
         emit(made, as_json, records, name, lambda: console.print(tables.proofs_table(rows)))
+    if stopped:
+        typer.echo(f"whet: stopped; {len(rows)} candidates were proved and are in the record", err=True)
+        raise typer.Exit(130)
     if any(row["outcome"] in ("rejected", "failed") for row in rows):
         raise typer.Exit(1)
 

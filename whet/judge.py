@@ -4,9 +4,10 @@ Every rule measures against eager PyTorch in the same dtype: no tolerance is set
 
 worst, rms   error <= factor * (eager's error + one rounding step of the dtype * size), factor 2 for values, 3 for gradients
 bias         rounding is random, a bug is systematic: the error regressed on the truth, on a constant, and on each argument
-             of the same shape, over everything and along every axis. Rounding errors average out, so over n values a slope has
-             a standard error near step / sqrt(n). A slope counts where it lies beyond eager's own, beyond a share of a
-             rounding, and beyond chance. For 16-bit dtypes: float32's own step is as sharp already.
+             of the same shape, over everything, along every axis, and among like values of each argument (a polynomial that
+             is wrong near -1). Rounding errors average out, so over n values a slope has a standard error near
+             step / sqrt(n). A slope counts where it lies beyond eager's own, beyond a share of a rounding, and beyond
+             chance. For 16-bit dtypes: float32's own step is as sharp already.
 """
 
 import math
@@ -20,6 +21,7 @@ SHARE, AXIS_SHARE = 1 / 2, 1.0  # of half a rounding step, that the slope of a r
 # everything, and at one index of an axis, where a factor that is rounded first (a norm's weight) meets the same few bits again
 CHANCE = 1e-9  # how often a test of slopes may reject by chance
 FEWEST = 64  # values of a group without which a slope says nothing
+GROUPS, GROUP = 64, 512  # groups of like values of an argument: at most, and of how many at least
 SAMPLE = 2**22  # values of a tensor that slopes are taken over at most: their standard error is then some millionths
 Given = torch.Tensor | None
 
@@ -49,7 +51,7 @@ def judge(
             autocast a float32 loss carries bfloat16 errors, and eager's own may be near zero by luck
     coarse  the same for single results, by name
     beside  arguments to regress errors on; None: slopes are not looked at, as for a whole model, whose errors add up
-    leaks   "poisoned": one row of the inputs is no number; only what it leaves alone is judged.
+    leaks   "NaN", "inf": in one row of the inputs; only what it leaves alone is judged, and that a NaN is seen in the outputs.
             "undefined": what the oracle has no number for may be anything
     slack   times the usual budget
     usual   {result: {norm: eager's error as a share of the size}} over several draws: of few values one draw may be lucky
@@ -80,6 +82,8 @@ def compare(
         return Verdict(True, 0.0, float("inf"))
     if not a.is_floating_point():
         return Verdict(torch.equal(a, o), why=f"{name}: {(a != o).sum().item()} of {a.numel()} differ")
+    if leaks == "NaN" and name.startswith("output") and (hidden := torch.isnan(o) & torch.isnan(e) & torch.isfinite(a)).any():
+        return Verdict(False, why=f"{name} has {hidden.sum().item()} numbers where a NaN should be seen")
     kept, why = same_kinds(a, e, o, leaks)
     if why:
         return Verdict(False, float("nan"), 0.0, f"{name} {why}")
@@ -149,18 +153,38 @@ def biased(name: str, a, e, o, beside: Mapping, factor: float, step: float, quan
         for axis in (None, *(d for d in range(o.dim()) if o.numel() // max(1, o.shape[d]) >= FEWEST and o.shape[d] > 1)):
             if axis is None and o.numel() < FEWEST:
                 continue
-            got, noise, scale = slopes(a - o, b, o, axis, half, quantum)
-            usual, usual_noise, _ = slopes(e - o, b, o, axis, half, quantum)
-            z = math.sqrt(2 * math.log(max(1, got.numel()) / CHANCE))
-            allowed = factor * usual.abs().max() + (SHARE if axis is None else AXIS_SHARE) * half * scale
-            excess = got.abs() - allowed - z * (noise.square() + usual_noise.square()).sqrt()
-            if (excess > 0).any():
-                i = int(excess.argmax())
+            if found := leaning(a, e, o, b, axis, factor, half, quantum):
+                i, error, budget = found
                 where = "everywhere" if axis is None else f"at index {i} of axis {axis}"
-                error, budget = got.flatten()[i].abs().item(), (got.abs() - excess).flatten()[i].item()
+                why = f"{name}: off by {error:.2e} of {base} {where}, more than {budget:.2e}: no rounding error is so regular"
+                return Verdict(False, error, budget, why)
+    for k in beside:
+        groups = min(GROUPS, o.numel() // GROUP)
+        if groups < 2:
+            break
+        order = bases[k].flatten().argsort()[: o.numel() // groups * groups].view(groups, -1)
+        a_, e_, o_ = (t.flatten()[order] for t in (a, e, o))
+        for base in ("itself", "a constant"):
+            if found := leaning(a_, e_, o_, bases[base].flatten()[order], 0, factor, half, quantum):
+                i, error, budget = found
+                ends = bases[k].flatten()[order[i][[0, -1]]].tolist()
+                where = f"where {k} is from {ends[0]:.3g} to {ends[1]:.3g}"
                 why = f"{name}: off by {error:.2e} of {base} {where}, more than {budget:.2e}: no rounding error is so regular"
                 return Verdict(False, error, budget, why)
     return None
+
+
+def leaning(a, e, o, b, axis: int | None, factor: float, half: float, quantum: float) -> tuple[int, float, float] | None:
+    """None, or where the error of a leans most towards b, by how much, and how much may be."""
+    got, noise, scale = slopes(a - o, b, o, axis, half, quantum)
+    usual, usual_noise, _ = slopes(e - o, b, o, axis, half, quantum)
+    z = math.sqrt(2 * math.log(max(1, got.numel()) / CHANCE))
+    allowed = factor * usual.abs().max() + (SHARE if axis is None else AXIS_SHARE) * half * scale
+    excess = got.abs() - allowed - z * (noise.square() + usual_noise.square()).sqrt()
+    if not (excess > 0).any():
+        return None
+    i = int(excess.argmax())
+    return i, got.flatten()[i].abs().item(), (got.abs() - excess).flatten()[i].item()
 
 
 def sampled(o: torch.Tensor) -> tuple:

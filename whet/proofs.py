@@ -16,6 +16,14 @@ from whet.op import DTYPES, Call, base, discover
 from whet.tune import LIMIT_S, VERIFIERS
 from whet.worker import Lost, Worker
 
+
+class Stopped(KeyboardInterrupt):
+    """Ctrl-C; rows: what was proved until then."""
+
+    def __init__(self, rows: list[dict]):
+        self.rows = rows
+
+
 OUTCOMES = ("right", "refused", "rejected", "failed")
 
 
@@ -74,11 +82,19 @@ def prove_all(
     threads = [threading.Thread(target=work, args=(todo, hands > 1), daemon=True) for _ in range(hands)]
     for thread in threads:
         thread.start()
-    for thread in threads:
-        while thread.is_alive():
-            thread.join(0.2)  # short, so that Ctrl-C is heard
-    if again:
-        work(again, False)
+    try:
+        for thread in threads:
+            while thread.is_alive():
+                thread.join(0.2)  # short, so that Ctrl-C is heard
+        if again:
+            work(again, False)
+    except KeyboardInterrupt:
+        todo.clear()
+        raise Stopped(in_order(rows)) from None
+    return in_order(rows)
+
+
+def in_order(rows: list[dict]) -> list[dict]:
     return sorted(rows, key=lambda r: (r["op"], r["dtype"], str(r["case"]), r["impl"]))
 
 

@@ -138,7 +138,7 @@ class Proof:
             return None
         step = COARSE_TWIN if self.impl.misses and made.dtype == "float32" and self.device == "cuda" else None
         average = not made.family and all(owns_its_elements(t) for t in tensors(args))
-        leaks = "poisoned" if made.family in POISONED else "undefined" if made.family == UNDEFINED else ""
+        leaks = made.family.split()[-1] if made.family in POISONED else "undefined" if made.family == UNDEFINED else ""
         itself = made in (Made(self.case, self.call.dtype), Made(self.case, "float32")) and use == Use(self.call.grad)
         slack = GROSS if made.family == OVERFLOWING else 1.0 if itself else FURTHER
         return verify(self.op, self.impl, args, use=use, held=held, leaks=leaks, step=step, average=average, slack=slack)
@@ -211,24 +211,38 @@ class Proof:
                 yield words + where, partial(self.verify, Made(tuple(case.items()), dtype))
 
     def repeat(self) -> Verdict | None:
-        """The call twice, then with another between its forward and its backward, then with other values in the same memory,
-        then as at first."""
+        """The call twice, then with another between its forward and its backward, then with a second backward, then with other
+        values in the same memory, then as at first."""
         made = Made(self.case, self.call.dtype)
         args, use = self.args(made), Use(self.call.grad)
         other = self.args(replace(made, seed=7))
         if args is None or other is None:
             return None
-        first, second = (self.run(args, use) for _ in range(2))
+        first = self.run(args, use)
+        returned = {k: t.clone() for k, t in first.items() if t is not None}
+        torch.rand(1)
+        numbers = random_states()
+        second = self.run(args, use)
+        if not all(torch.equal(a, b) for a, b in zip(numbers, random_states())):
+            return Verdict(False, why="it draws random numbers, or sets their seed")
         held = self.evidence(made, args, use)
         verdict = verify(self.op, self.impl, args, use=use, held=held, slack=FURTHER, between=lambda: self.run(other, use))
         if not verdict.ok:
             return replace(verdict, why=f"another call before its backward: {verdict.why}")
+        if self.call.grad and self.impl.needs == "triton":  # Liger's kernels overwrite what a second backward would read
+            verdict = verify(self.op, self.impl, args, use=replace(use, again=True), held=held, slack=FURTHER)
+            if not verdict.ok:
+                return replace(verdict, why=f"a second backward over the same graph: {verdict.why}")
         before = {k: t.clone() for k, t in args.items() if isinstance(t, torch.Tensor) and owns_its_elements(t)}
         for k in before:
             args[k].copy_(other[k])
         verdict = verify(self.op, self.impl, args, use=use, slack=FURTHER)
         if not verdict.ok:
             return replace(verdict, why=f"inputs overwritten in place: {verdict.why}")
+        for _ in range(2):  # buffers that take turns come round
+            self.run(args, use)
+        if not all(unchanged(t, first[k]) for k, t in returned.items()):
+            return Verdict(False, why="what a call returned is overwritten by later ones")
         for k, t in before.items():
             args[k].copy_(t)
         verdict = verify(self.op, self.impl, args, use=use, held=held, slack=FURTHER)
@@ -268,6 +282,10 @@ def run_once(op: Op, name: str, call: Call, device: str) -> None:
     proof = Proof(op, name, call, device)
     if (args := proof.args(Made(proof.small, call.dtype))) is not None:
         proof.run(args, Use(call.grad))
+
+
+def random_states() -> list[torch.Tensor]:
+    return [torch.get_rng_state(), *([torch.cuda.get_rng_state()] if torch.cuda.is_initialized() else [])]
 
 
 def owns_its_elements(t: torch.Tensor) -> bool:

@@ -87,14 +87,14 @@ def signs(w: torch.Tensor) -> torch.Tensor:
 
 
 def poisoned(value: float) -> Callable[[torch.Tensor], torch.Tensor | None]:
-    """One row of a value that is no number, where there is another row to leave alone."""
+    """One row of a value that is no number, and others to leave alone. An only row of NaN: it must be seen."""
 
     def change(x: torch.Tensor) -> torch.Tensor | None:
         axis = next((d for d in (x.dim() - 2, *range(x.dim() - 2)) if d >= 0 and x.shape[d] > 1), None)
-        if axis is None:
+        if axis is None and not math.isnan(value):
             return None
         y = x.clone()
-        y.select(axis, x.shape[axis] - 2)[..., ::2] = value
+        (y if axis is None else y.select(axis, x.shape[axis] - 2))[..., ::2] = value
         return y
 
     return change

@@ -28,6 +28,7 @@ class Use:
     wanted    arguments whose gradient is asked for; None: all that have one
     outputs   outputs that the loss depends on, by index; None: all
     given     upstream gradients by index of the output, in place of the usual ones
+    again     whether gradients are those of a second backward over the same graph
     """
 
     grad: bool = True
@@ -35,6 +36,7 @@ class Use:
     wanted: tuple[str, ...] | None = None
     outputs: tuple[int, ...] | None = None
     given: Mapping[int, torch.Tensor] | None = None
+    again: bool = False
 
 
 @dataclass(frozen=True)
@@ -76,7 +78,7 @@ def verify(
     """The verdict on one run.
 
     held    what to compare with, where it is known already
-    leaks   "poisoned": one row of the inputs is no number; "undefined": the formula has no value for these inputs
+    leaks   "NaN", "inf": in one row of the inputs; "undefined": the formula has no value for these inputs
     step    rounding step of the arithmetic, where it is coarser than the dtype's
     average whether values are ordinary ones, whose rounding errors average out: else only the worst and the rms count
     slack   times the usual budget
@@ -98,7 +100,7 @@ def verify(
         expected = {k: v for k, v in expected.items() if not k.startswith("grad ") or k.removeprefix("grad ") in use.wanted}
     if set(actual) != set(expected):
         return Verdict(False, why=f"returns {sorted(actual)}, expected {sorted(expected)}")
-    if leaks == "poisoned":  # the gradient of what all rows share is no number either, or may be: only rows are told apart
+    if leaks in ("NaN", "inf"):  # the gradient of what all rows share is no number either, or may be: only rows are told apart
         clean = {k for k in op.grads if isinstance(args[k], torch.Tensor) and torch.isfinite(args[k]).all()}
         expected = {k: v for k, v in expected.items() if k.removeprefix("grad ") not in clean}
     oracle = {k: held.oracle[k] for k in expected}
@@ -179,6 +181,8 @@ def evaluate(
             kept = [d.clone() for d in douts]
             sources = [leaves[k] for k in wanted]
             given = [outs[i] for i in live]
+            if use.again and given:
+                torch.autograd.grad(given, sources, douts, allow_unused=True, retain_graph=True)
             grads = torch.autograd.grad(given, sources, douts, allow_unused=True) if given else [None] * len(wanted)
             for i, before, after in zip(live, kept, douts):
                 if not unchanged(before, after):

@@ -259,7 +259,7 @@ OP = Op(
     },
     dynamic=("M",),
     tiny=dict(M=16, V=300),
-    hostile=families(("logits",), limit=2.0**12, offset=4096.0, impossible_tokens=some_impossible, **HOSTILE),
+    hostile=families(("logits",), limit=2.0**12, impossible_tokens=some_impossible, **HOSTILE),
     pieces=loss_pieces("logits"),
     kinds=KINDS,
 )

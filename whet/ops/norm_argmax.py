@@ -51,7 +51,7 @@ def inputs(dtype, device, M, K, N, quant=None, layout="contiguous"):
 
 
 def exact_ties(args):
-    """Hostile values: logits that are whole numbers, each twice, and so small that they are exact in any order and dtype."""
+    """Hostile values: logits that are whole numbers, most of them 16 times, exact in any order and dtype."""
     x, w, scale = args["x"], args["w"], args["scale"]
     if x.shape[1] > 2048:
         return None
@@ -60,10 +60,30 @@ def exact_ties(args):
     else:
         signs = torch.where(w.float() >= 0, 1.0, -1.0).to(w.dtype)
     raw = signs.view(torch.uint8) if w.element_size() == 1 else signs
-    raw[1::2] = raw[: len(raw) // 2 * 2 : 2]
+    row = torch.arange(len(raw), device=raw.device)
+    raw.copy_(raw[row & ~0b11101])  # rows that stand 1, 4, 8 or 16 apart
     ones = None if scale is None else torch.ones_like(scale)
     x = relaid(x, torch.where(x >= 0, 1.0, -1.0))
     return args | dict(x=x, norm=torch.ones_like(args["norm"]), w=signs, scale=ones, eps=0.0)
+
+
+def below_zero(args):
+    """Hostile values: all logits negative."""
+    w = args["w"]
+    if w.dtype == torch.uint8:  # halves of a byte, 8 above their values
+        low, high = ((8 - (half.int() - 8).abs()) for half in (w & 15, w >> 4))
+        negative = (low | high << 4).to(torch.uint8)
+    else:
+        negative = (-w.float().abs()).to(w.dtype)
+    return args | dict(x=relaid(args["x"], args["x"].float().abs()), w=negative)
+
+
+def nan_among_logits(args):
+    """Hostile values: one logit of every row is NaN, and must be seen."""
+    name = "w" if args["scale"] is None else "scale"
+    new = args[name].clone()
+    new[len(new) // 2] = float("nan")
+    return args | {name: new}
 
 
 def case_of(x, norm, w, scale=None, eps=1e-6):
@@ -230,7 +250,10 @@ OP = Op(
     },
     dynamic=("M",),
     tiny=dict(M=16, N=16),
-    hostile=families(("x",), ("norm",), options={"eps 0.01": dict(eps=1e-2)}, exact_ties=exact_ties),
+    hostile=families(
+        ("x",), ("norm",), options={"eps 0.01": dict(eps=1e-2)},
+        exact_ties=exact_ties, logits_below_zero=below_zero, a_NaN_among_the_logits=nan_among_logits,
+    ),
     coarse=("output 1",),
     scores=scores,
 )

@@ -25,6 +25,12 @@ def inputs(dtype, device, M, K, F, quant=None, layout="contiguous"):
     return dict(x=x, norm=norm, w=w, scale=scale, eps=1e-6)
 
 
+def large_gates(args):
+    """Hostile values: weights 64 times as large, so that exp of a gate overflows."""
+    name = "w" if args["scale"] is None else "scale"
+    return args | {name: args[name] * 64}
+
+
 def case_of(x, norm, w, scale=None, eps=1e-6):
     case = dict(M=x.shape[0], K=x.shape[1], F=w.shape[0] // 2)
     case |= {"quant": quant} if (quant := quant_of(w)) else {}
@@ -89,5 +95,5 @@ OP = Op(
     },
     dynamic=("M",),
     tiny=dict(F=4),
-    hostile=families(("x",), ("norm",), options={"eps 0.01": dict(eps=1e-2)}),
+    hostile=families(("x",), ("norm",), options={"eps 0.01": dict(eps=1e-2)}, large_gates=large_gates),
 )
