@@ -209,6 +209,7 @@ def prove_command(
     impls: Annotated[list[str] | None, typer.Option("--impl", help="Only this impl; repeatable (default: all).")] = None,
     without: Annotated[list[str] | None, typer.Option("--without", help="All but this; repeatable (default: none).")] = None,
     cases: Annotated[bool, typer.Option("--cases", help="The tests' small cases, not bench's shapes (default off).")] = False,
+    both: Annotated[bool, typer.Option("--all", help="Bench's shapes and the tests' cases (default off).")] = False,
     jobs: Annotated[int | None, typer.Option(help="Processes at once (default: half the cores, at most 8).", min=1)] = None,
     records: Records = "records",
     as_json: Json = False,
@@ -221,7 +222,7 @@ def prove_command(
         dtypes = dtype.split(",")
         if unknown := [d for d in dtypes if d not in DTYPES]:
             raise ValueError(f"prove: dtype must be among {list(DTYPES)}, got {unknown[0]!r}")
-        calls = proofs.calls_of(ops or [], dtypes, not cases, cases)
+        calls = proofs.calls_of(ops or [], dtypes, both or not cases, both or cases)
         stopped = False
         try:
             rows = proofs.prove_all(calls, impls or [], without or [], progress, jobs=jobs)
@@ -229,8 +230,9 @@ def prove_command(
             rows, stopped = e.rows, True
         some = [*(f"--impl {i}" for i in impls or []), *(f"--without {i}" for i in without or [])]
         asked = [*(ops or []), f"--dtype {dtype}", *some]
-        made = record.make(" ".join(["whet prove", *asked, *(["--cases"] if cases else [])]), {"rows": rows})
-        those = [*(["cases"] if cases else []), *dtypes, *(impls or []), *(f"without {name}" for name in without or [])]
+        which = ["all"] if both else ["cases"] if cases else []
+        made = record.make(" ".join(["whet prove", *asked, *(f"--{w}" for w in which)]), {"rows": rows, "stopped": stopped})
+        those = [*(["shapes", "cases"] if both else which), *dtypes, *(impls or []), *(f"without {name}" for name in without or [])]
         name = " ".join(["prove", *(ops or ["all"]), *those])
         emit(made, as_json, records, name, lambda: console.print(tables.proofs_table(rows)))
     if stopped:

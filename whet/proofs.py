@@ -12,7 +12,8 @@ from dataclasses import asdict
 import torch
 
 from whet.measure import now
-from whet.op import DTYPES, Call, base, discover
+from whet.op import DTYPES, Call, base, discover, tensors
+from whet.prove import KEPT
 from whet.tune import LIMIT_S, VERIFIERS
 from whet.worker import Lost, Worker
 
@@ -58,27 +59,31 @@ def prove_all(
     interpret, todo = not torch.cuda.is_available(), _candidates(calls, set(impls), set(without))
     rows: list[dict] = []
     again: collections.deque = collections.deque()  # what failed beside others, maybe for memory, gets a turn alone
-    total = len(todo)
+    total = sum(len(names) for _, names in todo)
 
     def work(todo: collections.deque, shared: bool) -> None:
         with Worker(interpret=interpret, preload=preload) as worker:
             while todo:
                 try:
-                    call, name = todo.popleft()
+                    call, names = todo.popleft()
                 except IndexError:  # another hand took the last
                     return
-                started = now()
-                try:
-                    answer = worker.ask(limit_s, what="verify", call=asdict(call), impl=name)
-                except Lost as e:
-                    answer = {"error": str(e)}
-                if shared and "out of memory" in answer.get("error", ""):
-                    again.append((call, name))
-                    continue
-                rows.append(row(call, name, answer, now() - started))
-                progress(f"proving {call.op}/{name}", len(rows), total)
+                for name in names:
+                    one(worker, call, name, shared)
 
-    hands = min(jobs or min(VERIFIERS, max(1, (os.cpu_count() or 1) // 2)), total)
+    def one(worker: Worker, call: Call, name: str, shared: bool) -> None:
+        started = now()
+        try:
+            answer = worker.ask(limit_s, what="verify", call=asdict(call), impl=name)
+        except Lost as e:
+            answer = {"error": str(e)}
+        if shared and "out of memory" in answer.get("error", ""):
+            again.append((call, [name]))
+            return
+        rows.append(row(call, name, answer, now() - started))
+        progress(f"proving {call.op}/{name}", len(rows), total)
+
+    hands = min(jobs or min(VERIFIERS, max(1, (os.cpu_count() or 1) // 2)), len(todo))
     threads = [threading.Thread(target=work, args=(todo, hands > 1), daemon=True) for _ in range(hands)]
     for thread in threads:
         thread.start()
@@ -99,13 +104,18 @@ def in_order(rows: list[dict]) -> list[dict]:
 
 
 def _candidates(calls: list[Call], wanted: set[str], left_out: set[str]) -> collections.deque:
-    """(call, candidate) pairs: all, or those of the impls that are wanted and not left out."""
+    """(call, candidates), the largest calls first: all, or those of the impls that are wanted and not left out.
+
+    Candidates of a small call stay together, since a child keeps its oracle for the next of them.
+    """
     ops, found = discover(), []
     for call in calls:
         op = ops[call.op]
-        names = op.candidates(op.inputs(dtype=DTYPES[call.dtype], device="meta", **call.case))
-        found += [(call, n) for n in names if base(n) not in left_out and (not wanted or base(n) in wanted)]
-    return collections.deque(found)
+        args = op.inputs(dtype=DTYPES[call.dtype], device="meta", **call.case)
+        names = [n for n in op.candidates(args) if base(n) not in left_out and (not wanted or base(n) in wanted)]
+        size = sum(t.numel() for t in tensors(args))
+        found += [(size, call, names)] if size <= KEPT else [(size, call, [name]) for name in names]
+    return collections.deque([(call, names) for _, call, names in sorted(found, key=lambda f: -f[0]) if names])
 
 
 def row(call: Call, name: str, answer: dict, seconds: float) -> dict:

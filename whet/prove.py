@@ -29,6 +29,7 @@ PROVABLE = 2**27  # elements of the arguments whose float64 oracle fits beside t
 KEPT = 2**21  # elements under which the oracle's results are kept for the next candidate of the call
 MANY, DRAWS = 2**12, 8  # values of a result among which eager's worst error is no luck, and draws in place of them
 FURTHER = 2.0  # of the budget in every trial but the call itself: of so many, eager's own error is small by luck in some
+FURTHER_EXACT = 4.0  # the same in float32, where luck is wider and faults are a thousand times the budget
 GROSS = 64.0  # of the budget where the formula itself is short of digits
 LAYOUTS = ("sliced", "transposed", "expanded")
 COARSE_TWIN = 2.0**-10  # the step by which a float32 twin is judged of a call that is known to compute its products coarser
@@ -139,8 +140,8 @@ class Proof:
         step = COARSE_TWIN if self.impl.misses and made.dtype == "float32" and self.device == "cuda" else None
         average = not made.family and all(owns_its_elements(t) for t in tensors(args))
         leaks = made.family.split()[-1] if made.family in POISONED else "undefined" if made.family == UNDEFINED else ""
-        itself = made in (Made(self.case, self.call.dtype), Made(self.case, "float32")) and use == Use(self.call.grad)
-        slack = GROSS if made.family == OVERFLOWING else 1.0 if itself else FURTHER
+        itself = made == Made(self.case, self.call.dtype) and use == Use(self.call.grad)
+        slack = GROSS if made.family == OVERFLOWING else 1.0 if itself else further(made.dtype)
         return verify(self.op, self.impl, args, use=use, held=held, leaks=leaks, step=step, average=average, slack=slack)
 
     def twin(self) -> str | None:
@@ -214,7 +215,7 @@ class Proof:
         """The call twice, then with another between its forward and its backward, then with a second backward, then with other
         values in the same memory, then as at first."""
         made = Made(self.case, self.call.dtype)
-        args, use = self.args(made), Use(self.call.grad)
+        args, use, slack = self.args(made), Use(self.call.grad), further(self.call.dtype)
         other = self.args(replace(made, seed=7))
         if args is None or other is None:
             return None
@@ -226,17 +227,17 @@ class Proof:
         if not all(torch.equal(a, b) for a, b in zip(numbers, random_states())):
             return Verdict(False, why="it draws random numbers, or sets their seed")
         held = self.evidence(made, args, use)
-        verdict = verify(self.op, self.impl, args, use=use, held=held, slack=FURTHER, between=lambda: self.run(other, use))
+        verdict = verify(self.op, self.impl, args, use=use, held=held, slack=slack, between=lambda: self.run(other, use))
         if not verdict.ok:
             return replace(verdict, why=f"another call before its backward: {verdict.why}")
         if self.call.grad and self.impl.needs == "triton":  # Liger's kernels overwrite what a second backward would read
-            verdict = verify(self.op, self.impl, args, use=replace(use, again=True), held=held, slack=FURTHER)
+            verdict = verify(self.op, self.impl, args, use=replace(use, again=True), held=held, slack=slack)
             if not verdict.ok:
                 return replace(verdict, why=f"a second backward over the same graph: {verdict.why}")
         before = {k: t.clone() for k, t in args.items() if isinstance(t, torch.Tensor) and owns_its_elements(t)}
         for k in before:
             args[k].copy_(other[k])
-        verdict = verify(self.op, self.impl, args, use=use, slack=FURTHER)
+        verdict = verify(self.op, self.impl, args, use=use, slack=slack)
         if not verdict.ok:
             return replace(verdict, why=f"inputs overwritten in place: {verdict.why}")
         for _ in range(2):  # buffers that take turns come round
@@ -245,7 +246,7 @@ class Proof:
             return Verdict(False, why="what a call returned is overwritten by later ones")
         for k, t in before.items():
             args[k].copy_(t)
-        verdict = verify(self.op, self.impl, args, use=use, held=held, slack=FURTHER)
+        verdict = verify(self.op, self.impl, args, use=use, held=held, slack=slack)
         if not verdict.ok or self.impl.needs != "triton" or not same_bits(first, second):
             return verdict
         if not same_bits(first, self.run(args, use)):
@@ -271,7 +272,7 @@ def wrong_now(op: Op, names: list[str], call: Call, device: str) -> dict[str, st
         if (args := proof.args(made)) is None:
             continue
         held = held or proof.evidence(made, args, Use(call.grad))
-        verdict = verify(op, proof.impl, args, use=Use(call.grad), held=held, slack=FURTHER)
+        verdict = verify(op, proof.impl, args, use=Use(call.grad), held=held, slack=further(call.dtype))
         if not verdict.ok:
             wrong[name] = f"after it was timed: {verdict.why}"
     return wrong
@@ -282,6 +283,10 @@ def run_once(op: Op, name: str, call: Call, device: str) -> None:
     proof = Proof(op, name, call, device)
     if (args := proof.args(Made(proof.small, call.dtype))) is not None:
         proof.run(args, Use(call.grad))
+
+
+def further(dtype: str) -> float:
+    return FURTHER_EXACT if dtype == "float32" else FURTHER
 
 
 def random_states() -> list[torch.Tensor]:

@@ -102,7 +102,8 @@ def poisoned(value: float) -> Callable[[torch.Tensor], torch.Tensor | None]:
 
 def families(
     stream: tuple[str, ...], weights: tuple[str, ...] = (), options: Mapping[str, dict] | None = None, limit: float = 2.0**40,
-    shifted: tuple[str, ...] | None = None, offset: float = OFFSET, tails: tuple[str, ...] | None = None, **more: Family,
+    shifted: tuple[str, ...] | None = None, offset: float = OFFSET, tails: tuple[str, ...] | None = None,
+    tied: tuple[str, ...] | None = None, **more: Family,
 ) -> dict[str, Family]:
     """The usual families of an op.
 
@@ -113,6 +114,7 @@ def families(
     shifted  what a common offset is added to; None: to the first of the stream
     offset   that offset
     tails    what gets outliers; None: the stream
+    tied     what gets equal values and constant rows; None: the stream
     more     families of the op's own, by name with underscores for spaces
     """
     found: dict[str, Family] = {
@@ -120,7 +122,7 @@ def families(
         "a common offset": changed(shifted or stream[:1], lambda x: x + offset),
         "outlier channels": changed(tails or stream, heavy_tails),
         "a wide range": changed(stream, wide_range(limit)),
-        "ties and constant rows": changed(stream, ties),
+        "ties and constant rows": changed(tied or stream, ties),
     }
     if weights:
         found["negative and zero weights"] = changed(weights, signs)

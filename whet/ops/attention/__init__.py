@@ -25,7 +25,7 @@ OP = Op(
     smaller=meaning.smaller,
     # Scores stay where a softmax has more than one weight: beyond, the gradient is what is left of a difference of equals.
     hostile=families(
-        ("q", "k", "v"), limit=2.0, shifted=("k",), offset=5.0, tails=("v",),
+        ("q", "k", "v"), limit=2.0, shifted=("k",), offset=5.0, tails=("v",), tied=("k", "v"),
         sharp_weights=changed(("q",), lambda q: 4 * q), overflowing_scores=changed(("k",), lambda k: k + 60),
     ),
     pieces=pieces,
