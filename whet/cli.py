@@ -232,7 +232,8 @@ def prove_command(
         asked = [*(ops or []), f"--dtype {dtype}", *some]
         which = ["all"] if both else ["cases"] if cases else []
         made = record.make(" ".join(["whet prove", *asked, *(f"--{w}" for w in which)]), {"rows": rows, "stopped": stopped})
-        those = [*(["shapes", "cases"] if both else which), *dtypes, *(impls or []), *(f"without {name}" for name in without or [])]
+        chosen = [*(impls or []), *(f"without {name}" for name in without or [])]
+        those = [*(["shapes", "cases"] if both else which), *dtypes, *chosen]
         name = " ".join(["prove", *(ops or ["all"]), *those])
         emit(made, as_json, records, name, lambda: console.print(tables.proofs_table(rows)))
     if stopped:

@@ -56,47 +56,54 @@ def prove_all(
     impls, without   only these impls, or all but these
     jobs             processes side by side
     """
-    interpret, todo = not torch.cuda.is_available(), _candidates(calls, set(impls), set(without))
-    rows: list[dict] = []
-    again: collections.deque = collections.deque()  # what failed beside others, maybe for memory, gets a turn alone
-    total = sum(len(names) for _, names in todo)
-
-    def work(todo: collections.deque, shared: bool) -> None:
-        with Worker(interpret=interpret, preload=preload) as worker:
-            while todo:
-                try:
-                    call, names = todo.popleft()
-                except IndexError:  # another hand took the last
-                    return
-                for name in names:
-                    one(worker, call, name, shared)
-
-    def one(worker: Worker, call: Call, name: str, shared: bool) -> None:
-        started = now()
-        try:
-            answer = worker.ask(limit_s, what="verify", call=asdict(call), impl=name)
-        except Lost as e:
-            answer = {"error": str(e)}
-        if shared and "out of memory" in answer.get("error", ""):
-            again.append((call, [name]))
-            return
-        rows.append(row(call, name, answer, now() - started))
-        progress(f"proving {call.op}/{name}", len(rows), total)
-
+    todo = _candidates(calls, set(impls), set(without))
+    proving = Proving(preload, limit_s, progress, todo)
     hands = min(jobs or min(VERIFIERS, max(1, (os.cpu_count() or 1) // 2)), len(todo))
-    threads = [threading.Thread(target=work, args=(todo, hands > 1), daemon=True) for _ in range(hands)]
+    threads = [threading.Thread(target=proving.work, args=(todo, hands > 1), daemon=True) for _ in range(hands)]
     for thread in threads:
         thread.start()
     try:
         for thread in threads:
             while thread.is_alive():
                 thread.join(0.2)  # short, so that Ctrl-C is heard
-        if again:
-            work(again, False)
+        if proving.later:
+            proving.work(proving.later, False)
     except KeyboardInterrupt:
         todo.clear()
-        raise Stopped(in_order(rows)) from None
-    return in_order(rows)
+        raise Stopped(in_order(proving.rows)) from None
+    return in_order(proving.rows)
+
+
+class Proving:
+    """What hands share that prove candidates side by side."""
+
+    def __init__(self, preload: str | None, limit_s: float, progress: Callable, todo: collections.deque):
+        self.preload, self.limit_s, self.progress = preload, limit_s, progress
+        self.total = sum(len(names) for _, names in todo)
+        self.rows: list[dict] = []
+        self.later: collections.deque = collections.deque()  # what failed beside others, maybe for memory, gets a turn alone
+
+    def work(self, todo: collections.deque, shared: bool) -> None:
+        with Worker(interpret=not torch.cuda.is_available(), preload=self.preload) as worker:
+            while todo:
+                try:
+                    call, names = todo.popleft()
+                except IndexError:  # another hand took the last
+                    return
+                for name in names:
+                    self.prove(worker, call, name, shared)
+
+    def prove(self, worker: Worker, call: Call, name: str, shared: bool) -> None:
+        started = now()
+        try:
+            answer = worker.ask(self.limit_s, what="verify", call=asdict(call), impl=name)
+        except Lost as e:
+            answer = {"error": str(e)}
+        if shared and "out of memory" in answer.get("error", ""):
+            self.later.append((call, [name]))
+            return
+        self.rows.append(row(call, name, answer, now() - started))
+        self.progress(f"proving {call.op}/{name}", len(self.rows), self.total)
 
 
 def in_order(rows: list[dict]) -> list[dict]:
