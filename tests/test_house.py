@@ -15,7 +15,7 @@ ORDER = [
     "tune", "proofs", "models", "decode", "diagnose", "report", "optimize", "autoselect", "exercise", "terminal", "clinic",
     "talk", "cli", "__main__",
 ]
-FILE_LINES, FUNCTION_LINES, PACKAGE_LINES = 400, 50, 26500
+FILE_LINES, FUNCTION_LINES, PACKAGE_LINES = 400, 50, 27000
 
 
 def tracked() -> list[Path]:

@@ -16,7 +16,7 @@ from pathlib import Path
 
 from whet.choices import implied
 from whet.op import SIMPLICITY, Call, Impl, Op, base, discover, ours, untiled
-from whet.report import clinic_tables, decode
+from whet.report import clinic_tables, decode, proof_tables
 from whet.report.markdown import (
     MODES,
     Records,
@@ -211,9 +211,12 @@ def gpu_tests(root: Path) -> str:
         found = r["measured"]
         counts = found["counts"]
         waiting = f", {counts['not run']:,} did not run" if counts["not run"] else ""
+        others = {short(commit): len(tests) for commit, tests in found.get("at other commits", {}).items()}
+        at = {short(r["commit"]): sum(counts.values()) - sum(others.values())} | others
+        commits = ", ".join(f"`{commit}` ({n:,})" for commit, n in at.items()) if len(at) > 1 else f"`{short(r['commit'])}`"
         parts.append(
             f"{counts['passed']:,} GPU tests passed, {counts['failed']:,} failed, {counts['skipped']:,} skipped{waiting} "
-            f"at commit `{short(r['commit'])}` on {r['machine']['name']}."
+            f"on {r['machine']['name']}, at commit{'s' if len(at) > 1 else ''} {commits}."
         )
         notes = {"failed": list(found["failed"]), "failed first, passed when run again": found["passed after failing"]}
         for test, why in found["skipped"].items():
@@ -227,6 +230,7 @@ def gpu_tests(root: Path) -> str:
 TABLES: dict[str, Callable[[Path], str]] = {
     "bench": bench, "summary": summary, "plans": plans, "machine": machine, "gpu-tests": gpu_tests,
     "checks": clinic_tables.checks, "predictions": clinic_tables.predictions, **decode.TABLES,
+    "proved": proof_tables.proved, "mutants": proof_tables.mutants,
 }
 
 
