@@ -37,7 +37,7 @@ def pytest_collection_modifyitems(config, items):
     late = [item for item in items if "compiled_rows" in item.fixturenames]
     if late and not config.option.collectonly:
         items[:] = [item for item in items if item not in late] + late
-        config.stash[COMPILING] = python("-m", "whet.ahead", "--json")
+        config.stash[COMPILING] = python("-m", "whet.aot", "--json")
     if DEVICE == "cpu":
         for item in items:
             if item.get_closest_marker("gpu"):
@@ -51,7 +51,7 @@ def pytest_sessionfinish(session):
 
 @pytest.fixture(scope="session")
 def compiled_rows(request) -> list[dict]:
-    """The rows of `python -m whet.ahead`: every kernel on every target."""
+    """The rows of `python -m whet.aot`: every kernel on every target."""
     text = request.config.stash[COMPILING].communicate()[0]
     lines = [line for line in text.splitlines() if line.startswith("[{")]
     assert lines, text

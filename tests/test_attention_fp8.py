@@ -231,7 +231,7 @@ def test_a_tile_that_does_not_fit_the_scales_is_refused_by_name(device):
 
 AHEAD = """
 import json, sys, torch, triton
-from whet.ahead import TARGETS, Launch, compile_for, recorded, specialise
+from whet.aot import TARGETS, Launch, compile_for, recorded, specialise
 from whet.ops.attention import fp8
 
 def compiled(D, tile, left, right, target):

@@ -9,7 +9,7 @@ from conftest import case_id
 from test_registered import assert_same_bits
 
 import whet.ops
-from whet.ahead import pretended
+from whet.aot import pretended
 from whet.op import DTYPES, discover
 from whet.ops.attention.common import Tile
 from whet.ops.attention.launch import HOPPER, table, tiles_of

@@ -76,7 +76,7 @@ def few():
 def planted(monkeypatch):
     """optimize answers at once; what it was asked is kept."""
     asked = []
-    monkeypatch.setattr(whet.cli, "optimize", lambda *args: asked.append(args) or RESULT)
+    monkeypatch.setattr(whet.cli, "best_plan", lambda *args: asked.append(args) or RESULT)
     return asked
 
 
@@ -309,8 +309,8 @@ def interrupt(*_, **__):
 
 
 def test_a_stopped_optimize_says_which_lock_kept_its_work(monkeypatch):
-    monkeypatch.setattr("whet.optimize.tune", interrupt)
-    monkeypatch.setattr("whet.optimize.record_calls", lambda *_: [])
+    monkeypatch.setattr("whet.plans.tune", interrupt)
+    monkeypatch.setattr("whet.plans.record_calls", lambda *_: [])
     result = invoke("optimize", "tiny-llama:tiny", "--lock", "my.lock")
     assert result.exit_code == 130
     assert said(result) == ["whet: stopped; what was tuned so far is kept in my.lock, and the next run goes on from there"]

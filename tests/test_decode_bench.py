@@ -11,7 +11,8 @@ import torch
 from rich.console import Console
 from test_cli import example, invoke, said
 
-from whet.decode import agree, bench, contender, evidence, prepare, quality, rivals
+from whet.decode.bench import agree, contender, evidence, prepare, quality, rivals
+from whet.decode.bench import run as bench
 from whet.decode.quantize import quantize
 from whet.models.qwen3 import Config, random_weights
 from whet.report import decode as tables

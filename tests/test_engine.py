@@ -70,7 +70,7 @@ def short_blocks(monkeypatch):
     """Contexts and caches in powers of two from 16 tokens on, and no room ahead."""
     monkeypatch.setattr("whet.decode.cache.BLOCK", 16)
     monkeypatch.setattr("whet.decode.runner.BLOCK", 16)
-    monkeypatch.setattr("whet.decode.serve.RESERVE", 1)
+    monkeypatch.setattr("whet.decode.scheduler.RESERVE", 1)
 
 
 @AHEAD

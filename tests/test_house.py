@@ -10,9 +10,9 @@ import pytest
 ROOT = Path(__file__).parent.parent
 PACKAGE = sorted((ROOT / "whet").rglob("*.py"))
 ORDER = [
-    "machine", "interpret", "library", "kinds", "values", "parts", "op", "source", "lock_file", "lock", "choices", "ops",
-    "ahead", "isolation", "judge", "verify", "whole", "prove", "race", "busy", "roof", "measure", "counters", "child", "worker",
-    "tune", "proofs", "models", "decode", "diagnose", "report", "optimize", "autoselect", "exercise", "terminal", "clinic",
+    "machine", "interpret", "torch_ops", "kinds", "values", "parts", "op", "source", "lock_file", "lock", "choices", "ops",
+    "aot", "isolation", "judge", "verify", "whole", "prove", "race", "busy", "roof", "measure", "ncu", "child", "worker",
+    "tune", "proofs", "models", "decode", "diagnose", "report", "plans", "autoselect", "exercise", "terminal", "clinic",
     "talk", "cli", "__main__",
 ]
 FILE_LINES, FUNCTION_LINES, PACKAGE_LINES = 400, 50, 27000

@@ -11,7 +11,7 @@ import torch
 from whet import models
 from whet.choices import Choices
 from whet.models.tiny_llama import MODEL, VARIANTS, Block, Config, TinyLlama, adapt, batch, canonical, main, train
-from whet.optimize import oracle
+from whet.plans import oracle
 from whet.verify import judge
 
 SMALL = Config(hidden=64, layers=2, seq_len=16, batch=2, heads=4, kv_heads=2, vocab=97)

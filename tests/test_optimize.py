@@ -1,4 +1,4 @@
-"""optimize(): every plan verified whole and timed, the reason kept for each that lost, the result found again in the lock."""
+"""best_plan(): every plan verified whole and timed, the reason kept for each that lost, the result found again in the lock."""
 
 import contextlib
 import copy
@@ -10,13 +10,13 @@ import pytest
 import torch
 from conftest import without
 
-import whet.optimize
+import whet.plans
 from whet import models
 from whet.choices import Choices
 from whet.lock import Lock
 from whet.models.tiny_llama import MODEL, SIZES, Config
 from whet.op import Impl, discover
-from whet.optimize import BEFORE, PRECISIONS, Plan, Runner, optimize, plans, precision_set, record_calls
+from whet.plans import BEFORE, PRECISIONS, Plan, Runner, best_plan, plans, precision_set, record_calls
 from whet.race import NOISY
 from whet.verify import Verdict
 
@@ -38,7 +38,7 @@ def first(tmp_path_factory):
     """One full run: its result, its lock, and the progress it showed."""
     path, shown = tmp_path_factory.mktemp("optimize") / "whet.lock", []
     with pytest.MonkeyPatch.context() as patch, few_candidates(patch):
-        result = optimize(TARGET, Lock.read(path), seconds=0.02, progress=lambda *step: shown.append(step))
+        result = best_plan(TARGET, Lock.read(path), seconds=0.02, progress=lambda *step: shown.append(step))
     return result, path, shown
 
 
@@ -46,7 +46,7 @@ def first(tmp_path_factory):
 def small(monkeypatch):
     """The tiny model with its plans that need no compilation."""
     monkeypatch.setitem(SIZES, "test", SMALL)
-    monkeypatch.setattr(whet.optimize, "plans", lambda model: [p for p in plans(model) if not p.compiled])
+    monkeypatch.setattr(whet.plans, "plans", lambda model: [p for p in plans(model) if not p.compiled])
 
 
 @pytest.fixture
@@ -123,9 +123,9 @@ def test_the_lock_holds_calls_and_plans(first):
 
 def test_a_second_run_comes_from_the_lock_and_runs_nothing(first, small, monkeypatch):
     monkeypatch.setattr("whet.worker.Worker.start", lambda self: pytest.fail("a process was started"))
-    monkeypatch.setattr(whet.optimize, "Trial", lambda *_: pytest.fail("plans were tried"))
+    monkeypatch.setattr(whet.plans, "Trial", lambda *_: pytest.fail("plans were tried"))
     before = first[1].read_text()
-    again = optimize(TARGET, Lock.read(first[1]))
+    again = best_plan(TARGET, Lock.read(first[1]))
     assert again["from_lock"] and not first[0]["from_lock"]
     assert {**again, "from_lock": False} == first[0]
     assert first[1].read_text() == before
@@ -133,12 +133,12 @@ def test_a_second_run_comes_from_the_lock_and_runs_nothing(first, small, monkeyp
 
 @pytest.mark.parametrize("how", ["again", "config", "precision"])
 def test_plans_are_measured_anew_when_asked_or_when_they_do_not_apply(how, first, small, monkeypatch):
-    monkeypatch.setattr(whet.optimize, "Trial", stop)
-    monkeypatch.setattr(whet.optimize, "tune", lambda *_, **__: {})
+    monkeypatch.setattr(whet.plans, "Trial", stop)
+    monkeypatch.setattr(whet.plans, "tune", lambda *_, **__: {})
     if how == "config":
         monkeypatch.setitem(SIZES, "test", replace(SMALL, seed=7))
     with pytest.raises(Reached):
-        optimize(TARGET, Lock.read(first[1]), precision="tf32" if how == "precision" else "float32", again=how == "again")
+        best_plan(TARGET, Lock.read(first[1]), precision="tf32" if how == "precision" else "float32", again=how == "again")
 
 
 def test_a_plan_that_raises_loses_its_candidacy_with_the_reason(small, tuned, monkeypatch):
@@ -148,8 +148,8 @@ def test_a_plan_that_raises_loses_its_candidacy_with_the_reason(small, tuned, mo
                 raise RuntimeError("CUDA error: an illegal memory access\nand a long trace")
             super().__init__(model, config, plan, *rest)
 
-    monkeypatch.setattr(whet.optimize, "Runner", Failing)
-    result = optimize(TARGET, tuned, seconds=0.02)
+    monkeypatch.setattr(whet.plans, "Runner", Failing)
+    result = best_plan(TARGET, tuned, seconds=0.02)
     lost = named(result)["eager + choices"]
     assert not lost["ok"] and "ms" not in lost
     assert lost["why"] == "RuntimeError: CUDA error: an illegal memory access"
@@ -179,7 +179,7 @@ def test_a_wrong_kernel_is_caught_by_the_whole_model(run, reason, small, tuned, 
     for e in tuned.calls.values():
         if e["call"]["op"] == "rms_norm":
             e["chosen"] = "compile"
-    result = optimize(TARGET, tuned, seconds=0.02)
+    result = best_plan(TARGET, tuned, seconds=0.02)
     lost = named(result)["eager + choices"]
     assert not lost["ok"] and reason in lost["why"] and "ms" not in lost
     assert named(result)["eager"]["ok"] and result["chosen"] != "eager + choices"
@@ -188,8 +188,8 @@ def test_a_wrong_kernel_is_caught_by_the_whole_model(run, reason, small, tuned, 
 
 
 def test_with_no_plan_left_the_model_stays_as_it_was(small, tuned, monkeypatch):
-    monkeypatch.setattr(whet.optimize, "judge", lambda *_: Verdict(False, why="planted"))
-    result = optimize(TARGET, tuned, seconds=0.02)
+    monkeypatch.setattr(whet.plans, "judge", lambda *_: Verdict(False, why="planted"))
+    result = best_plan(TARGET, tuned, seconds=0.02)
     assert result["chosen"] == BEFORE and result["speedup"] == 1.0
     assert all(p["why"] == "planted" for p in result["plans"] if p["name"] != BEFORE)
 
@@ -197,7 +197,7 @@ def test_with_no_plan_left_the_model_stays_as_it_was(small, tuned, monkeypatch):
 def test_a_lock_that_cannot_be_written_costs_one_line(small, tuned, tmp_path, capsys):
     (tmp_path / "file").write_text("in the way")
     tuned.path = Path(tmp_path / "file" / "whet.lock")
-    result = optimize(TARGET, tuned, seconds=0.02)
+    result = best_plan(TARGET, tuned, seconds=0.02)
     assert named(result)["eager"]["ok"]
     said = capsys.readouterr().err.strip().splitlines()
     assert len(said) == 1 and "cannot be written" in said[0]
@@ -212,18 +212,18 @@ def test_broken_weights_are_named_before_anything_is_tuned(name, value, small, m
         return module
 
     monkeypatch.setattr(models, "discover", lambda: {"tiny-llama": replace(MODEL, build=build)})
-    monkeypatch.setattr(whet.optimize, "tune", stop)
+    monkeypatch.setattr(whet.plans, "tune", stop)
     with pytest.raises(ValueError, match=f"tiny-llama: parameter {name} has NaN or infinite values"):
-        optimize(TARGET, Lock())
+        best_plan(TARGET, Lock())
 
 
 def test_wrong_arguments_are_answered_with_the_choices():
     with pytest.raises(ValueError, match=r"precision must be one of \('float32', 'tf32', 'bfloat16'\), got 'fp8'"):
-        optimize(TARGET, Lock(), precision="fp8")
+        best_plan(TARGET, Lock(), precision="fp8")
     with pytest.raises(ValueError, match="unknown model 'gpt-9'; there are .*tiny-llama"):
-        optimize("gpt-9", Lock())
+        best_plan("gpt-9", Lock())
     with pytest.raises(ValueError, match="has no size 'huge'; there are small, "):
-        optimize("tiny-llama:huge", Lock())
+        best_plan("tiny-llama:huge", Lock())
 
 
 def test_calls_are_recorded_at_the_precision_asked_for(device):
@@ -250,7 +250,7 @@ def test_precision_ends_with_its_block(precision, device):
 
 def test_bfloat16_is_tuned_verified_and_timed(small, tuned, monkeypatch):
     with few_candidates(monkeypatch):
-        result = optimize(TARGET, tuned, precision="bfloat16", seconds=0.02)
+        result = best_plan(TARGET, tuned, precision="bfloat16", seconds=0.02)
     assert result["target"].endswith("bfloat16")
     assert all(p["ok"] for p in result["plans"]), {p["name"]: p["why"] for p in result["plans"]}
     assert "bfloat16" in {e["call"]["dtype"] for e in result["entries"]}
@@ -290,10 +290,10 @@ def test_every_plan_is_tried_under_a_graph_too_and_a_compiled_one_is_built_once(
             built.append(plan.name)
             super().__init__(model, config, plan, *rest)
 
-    monkeypatch.setattr(whet.optimize, "Runner", Counted)
-    monkeypatch.setattr(whet.optimize, "Graph", Replay)
+    monkeypatch.setattr(whet.plans, "Runner", Counted)
+    monkeypatch.setattr(whet.plans, "Graph", Replay)
     monkeypatch.setattr(torch, "compile", lambda module, **_: module)
-    trial = whet.optimize.Trial(MODEL, SMALL, "float32", 0.02)
+    trial = whet.plans.Trial(MODEL, SMALL, "float32", 0.02)
     trial.graphs, trial.choices = True, {mode: Choices() for mode in ("eager", "graph", "compile")}
     todo = plans(MODEL)
     trial.prepare_early(todo)
@@ -317,9 +317,9 @@ def test_a_plan_that_cannot_be_captured_keeps_its_uncaptured_result(monkeypatch)
     def refuse(run):
         raise RuntimeError("operation not permitted when stream is capturing")
 
-    monkeypatch.setattr(whet.optimize, "Graph", refuse)
+    monkeypatch.setattr(whet.plans, "Graph", refuse)
     monkeypatch.setattr(torch, "compile", lambda module, **_: module)
-    trial = whet.optimize.Trial(MODEL, SMALL, "float32", 0.02)
+    trial = whet.plans.Trial(MODEL, SMALL, "float32", 0.02)
     trial.graphs = True
     for plan in [p for p in plans(MODEL) if p.choices == "stock"]:
         trial.run(plan)

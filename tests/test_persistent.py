@@ -12,10 +12,11 @@ import pytest
 import torch
 
 from whet.decode import nvrtc, persistent
-from whet.decode.agree import CHECKED, Truth, by_formulas, widened
+from whet.decode.bench.agree import CHECKED, Truth
+from whet.decode.bench.contender import Persistent
 from whet.decode.cache import Cache
-from whet.decode.contender import Persistent
 from whet.decode.engine import LLM
+from whet.decode.oracle import by_formulas, widened
 from whet.decode.quantize import quantize
 from whet.decode.runner import Runner
 from whet.models import qwen3

@@ -4,10 +4,10 @@ from dataclasses import asdict, replace
 
 import pytest
 
-import whet.optimize
+import whet.plans
 from whet.measure import Race
 from whet.models.tiny_llama import MODEL
-from whet.optimize import BEFORE, Plan, Trial, conclude, distrusted
+from whet.plans import BEFORE, Plan, Trial, conclude, distrusted
 from whet.race import NOISY, TIED, race_outcome, timing
 
 STOCK, TUNED, COMPILED = Plan("", "v", "stock"), Plan("", "v", "tuned"), Plan("", "v", "tuned", compiled=True)
@@ -56,7 +56,7 @@ def raced(monkeypatch, ms: dict[str, float], most: int = 99, speed: tuple[float,
         slow = 1 / next(heats)
         return rival({name: slow * (ms | {BEFORE: 10.0})[name] for name in runs})
 
-    monkeypatch.setattr(whet.optimize, "race", together)
+    monkeypatch.setattr(whet.plans, "race", together)
     trial = Held(most)
     for name in ms:
         trial.run(Plan(name, "v", "stock"))
@@ -85,7 +85,7 @@ def test_where_noise_leaves_it_open_the_model_stays_as_it_was(monkeypatch):
         times = {BEFORE: [10.0, 30.0] * 6, "eager": [30.0, 9.0] * 6}
         return Race({n: timing(t) for n, t in times.items()}, race_outcome(times, keep), "times vary by 90%", times)
 
-    monkeypatch.setattr(whet.optimize, "race", noisy)
+    monkeypatch.setattr(whet.plans, "race", noisy)
     trial = Held()
     trial.enter("eager")
     trial.heat()
@@ -115,7 +115,7 @@ def test_a_plan_that_dies_in_the_race_costs_its_own_candidacy():
     ids=["as they stand", "in every plan", "under the compiler alone", "in none"],
 )
 def test_choices_that_fail_in_the_whole_model_are_distrusted(failed, forgotten, monkeypatch):
-    monkeypatch.setattr(whet.optimize, "modes_here", lambda: ("eager",))
+    monkeypatch.setattr(whet.plans, "modes_here", lambda: ("eager",))
     trial = Held()
     for name, plan in (("plain", TUNED), ("compiled", COMPILED)):
         trial.enter(name, plan, why="grad w exceeds" if name in failed else "")

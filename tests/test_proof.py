@@ -9,8 +9,8 @@ from conftest import DEVICE
 
 from whet.decode import decoded, hostile, proof
 from whet.decode.lean import faults, leaning
+from whet.decode.oracle import widened
 from whet.decode.proof import Part, verify_shape
-from whet.decode.quality import widened
 from whet.models.qwen3 import SIZES, Config
 from whet.op import discover
 

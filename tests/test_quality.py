@@ -7,9 +7,9 @@ from dataclasses import replace
 import pytest
 import torch
 
-from whet.decode import quality
+from whet.decode.bench import quality
+from whet.decode.bench.quality import Scores, cached, compare_quants, float32_reference, not_worse, plain, score, text_sample
 from whet.decode.load import HF_NAMES, places
-from whet.decode.quality import Scores, cached, compare_quants, float32_reference, not_worse, plain, score, text_sample
 from whet.decode.quantize import quantize
 from whet.models.qwen3 import SIZES, Qwen3, random_weights
 

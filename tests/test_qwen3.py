@@ -12,7 +12,7 @@ from whet.choices import Choices
 from whet.decode.load import open_model
 from whet.models._rotary import frequencies
 from whet.models.qwen3 import FAMILIES, MODEL, SIZES, VARIANTS, Config, Qwen3, random_weights
-from whet.optimize import oracle
+from whet.plans import oracle
 from whet.verify import judge
 
 SMALL = replace(

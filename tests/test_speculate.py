@@ -99,7 +99,7 @@ def test_each_token_by_its_own_step_gives_the_same(looping):
 @AHEAD
 def test_it_goes_on_to_the_end_of_the_context(looping, ahead, monkeypatch):
     """Where no draft has room any more, plain steps do the rest, and the cache grows on the way."""
-    monkeypatch.setattr("whet.decode.serve.RESERVE", 1)
+    monkeypatch.setattr("whet.decode.scheduler.RESERVE", 1)
     monkeypatch.setattr(Contest, "saw_plain", lambda *_: None)
     prompt = (6 * REPETITIVE)[:256]  # the first new token needs more room
     plain = small_llm(looping, max_context=301).generate(prompt, max_new_tokens=999)

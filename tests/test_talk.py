@@ -13,7 +13,7 @@ from typer.testing import CliRunner
 
 from whet import measure, talk
 from whet.cli import app
-from whet.decode import rivals
+from whet.decode.bench import rivals
 from whet.decode.engine import LLM, Numbers
 from whet.decode.load import open_model
 from whet.decode.request import Completion

@@ -2,7 +2,7 @@
 
     import whet
     y = whet.ops.rms_norm(x, w)                       # impl="auto": this machine's lock, else the stock call
-    whet.optimize.optimize("tiny-llama:small")        # record, verify, time, choose
+    whet.plans.best_plan("tiny-llama:small")          # record, verify, time, choose
     whet.auto_select_kernels(config)                  # PyTorch or Triton, decided at the start of training
     whet.LLM("Qwen/Qwen3-0.6B").generate("Hello")     # text: batches, streams, chats
 """
@@ -16,7 +16,7 @@ _HOMES = {
     "benchmark_rotary": "autoselect", "ModelConfig": "autoselect", "Choices": "choices", "use": "choices",
     "LLM": "decode.engine",
 }
-_MODULES = ("ops", "choices", "models", "optimize")
+_MODULES = ("ops", "choices", "models", "plans")
 __all__ = sorted([*_HOMES, *_MODULES])
 
 

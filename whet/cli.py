@@ -15,10 +15,10 @@ import typer
 from typer.core import TyperGroup
 
 import whet.ops  # noqa: F401  (fills the registry)
-from whet import clinic, counters, machine, measure, models, proofs, talk
+from whet import clinic, machine, measure, models, ncu, proofs, talk
 from whet.lock import Lock, lock_path
 from whet.op import DTYPES, Call, Op, discover
-from whet.optimize import PRECISIONS, optimize
+from whet.plans import PRECISIONS, best_plan
 from whet.report import record, tables
 from whet.terminal import Json, Records, Shapes, console, emit, plain_errors, progress_bar
 from whet.tune import modes_here, reduced_note, tune
@@ -271,7 +271,7 @@ def counters_command(
             raise ValueError(f"counters: {', '.join(impls or ['triton'])} of {op} takes none of these shapes")
         for i, (call, impl) in enumerate(work):
             progress(f"{call.op} {impl}", i, len(work))
-            rows += [{"call": call.key, "impl": impl, **row} for row in counters.read(call, impl)]
+            rows += [{"call": call.key, "impl": impl, **row} for row in ncu.read(call, impl)]
         asked = [*(f"--impl {i}" for i in impls or []), *(f"--shapes {shlex.quote(s)}" for s in shapes or [])]
         command = " ".join(["whet counters", op, *asked, f"--dtype {dtype}", *(["--forward-only"] if forward_only else [])])
         made = record.make(command, {"kernels": rows})
@@ -299,7 +299,7 @@ def optimize_command(
         where = lock_path(lock)
     with plain_errors(f"what was tuned so far is kept in {where}, and the next run goes on from there"):
         with progress_bar(not as_json) as progress:
-            result = optimize(target, Lock.read(where), precision, again, seconds, progress)
+            result = best_plan(target, Lock.read(where), precision, again, seconds, progress)
         made = record.make(f"whet optimize {target} --precision {precision}", result)
         if html:
             clinic.write_page(html, made)

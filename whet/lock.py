@@ -308,7 +308,7 @@ class Lock:
 
     @property
     def plans(self) -> dict:
-        """{"<model>:<size> <precision>": the result of optimize()}"""
+        """{"<model>:<size> <precision>": the result of best_plan()}"""
         return self.mine.setdefault("plans", {})
 
     @property

@@ -200,8 +200,8 @@ def asked_for(model: str | None, context: str | None, batch: str | None, rivals:
     """What to measure. What was left open depends on whether there is a GPU: a CPU gets a small model and no compiler."""
     import torch
 
-    from whet.decode import bench  # and with it the engine, which other commands do not wait for
-    from whet.decode import rivals as others
+    from whet.decode.bench import rivals as others
+    from whet.decode.bench import run as bench  # and with it the engine, which other commands do not wait for
 
     gpu = torch.cuda.is_available() and not device.startswith("cpu")
     return bench.Asked(
@@ -255,7 +255,7 @@ class Kept:
 
     def stopped_early(self, asked: Any, progress: Callable) -> bool:
         """Do the work; True if it was stopped with something already timed, which is then kept."""
-        from whet.decode.bench import Bench
+        from whet.decode.bench.run import Bench
 
         bench = Bench(asked, self, progress)
         try:

@@ -8,11 +8,10 @@ from dataclasses import dataclass
 
 import torch
 
-from whet.decode.agree import by_formulas
 from whet.decode.cache import Cache
 from whet.decode.hostile import caches
 from whet.decode.lean import leaning
-from whet.decode.quality import full_float32, widened
+from whet.decode.oracle import by_formulas, full_float32, widened
 from whet.decode.runner import Runner
 from whet.models.qwen3 import Qwen3
 from whet.verify import Verdict, judge

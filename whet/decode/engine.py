@@ -24,7 +24,7 @@ from whet.decode.quantize import QUANTS, bytes_per_token, quantize
 from whet.decode.request import Completion, Request, Writer
 from whet.decode.runner import Runner, check_path
 from whet.decode.sampling import Sampling
-from whet.decode.serve import Server
+from whet.decode.scheduler import Server
 from whet.decode.speculate import Contest, Speculator
 from whet.decode.text import check_text
 from whet.decode.trust import Progress, Verifier, trusted, unseen

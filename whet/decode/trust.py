@@ -35,7 +35,7 @@ USED = (  # the ops of a model that decodes: of a step, then of a prompt
 )
 RUN = (  # what runs them, and what verifies them
     "models/qwen3", "decode/runner", "decode/chunks", "decode/note", "decode/persistent", "decode/nvrtc", "decode/proof",
-    "decode/hostile", "decode/decoded", "decode/lean", "verify", "judge",
+    "decode/hostile", "decode/decoded", "decode/oracle", "decode/lean", "verify", "judge",
 )
 INSTEAD = {"graph": "decoding by stock calls, slower", "persistent": "one sequence is decoded without the persistent kernel"}
 Progress = Callable[[str, int, int], None]

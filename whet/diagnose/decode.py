@@ -14,7 +14,7 @@ import torch
 
 from whet import measure, models
 from whet.choices import Choices
-from whet.decode.contender import Graph
+from whet.decode.bench.contender import Graph
 from whet.decode.load import open_model
 from whet.decode.quantize import bytes_per_token
 from whet.decode.trust import trusted

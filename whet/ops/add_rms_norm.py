@@ -5,10 +5,10 @@ import torch.nn.functional as F
 import triton
 import triton.language as tl
 
-from whet.library import Fused
 from whet.op import Cost, Impl, Op, error, floating, lay, layout_of, nbytes, rows, same_device
 from whet.ops._rows import KERNEL_DTYPES, ROW_LIMITS, bwd_tile, cdiv, column_sum, programs, row_refused, tile, unit_rows
 from whet.parts import row_pieces
+from whet.torch_ops import Fused
 from whet.values import families
 
 

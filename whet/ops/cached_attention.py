@@ -4,13 +4,13 @@ import torch
 import triton
 
 from whet import machine
-from whet.library import Forward
 from whet.op import Cost, Impl, Op, error, lay, layout_of, nbytes
 from whet.ops._attend import _attend_kernel, _join_kernel
 from whet.ops._cached import check_caches, check_tables, layout_refused, tensors_refused
 from whet.ops._chain import chain
 from whet.ops._gemv import few
 from whet.ops.attention.common import LOG2E
+from whet.torch_ops import Forward
 from whet.values import changed, families
 
 SPAN = 64  # keys taken at a time, one after another within a chunk

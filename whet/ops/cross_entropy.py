@@ -3,11 +3,11 @@
 import torch
 import torch.nn.functional as F
 
-from whet.library import Fused
 from whet.op import DTYPE_NAMES, Cost, Impl, Op, error, floating, lay, layout_of, nbytes, rows, same_device
 from whet.ops import _cross_entropy as kernels
 from whet.ops._rows import KERNEL_DTYPES, unit_rows
 from whet.parts import row_pieces
+from whet.torch_ops import Fused
 from whet.values import Option, families, relaid
 
 KINDS = dict(reduction="'none' | 'mean' | 'sum'", softcap="number | None", num_items="number | tensor | None")

@@ -7,10 +7,10 @@ import torch.nn.functional as F
 import triton
 import triton.language as tl
 
-from whet.library import Fused
 from whet.op import Cost, Impl, Op, error, floating, lay, layout_of, nbytes
 from whet.ops._rows import KERNEL_DTYPES
 from whet.parts import row_pieces
+from whet.torch_ops import Fused
 from whet.values import families
 
 CHOICES = ("none", "tanh")

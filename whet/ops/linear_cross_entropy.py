@@ -15,13 +15,13 @@ import torch.nn.functional as F
 import triton
 import triton.language as tl
 
-from whet.library import Fused
 from whet.op import Cost, Impl, Op, error, floating, lay, layout_of, nbytes, rows, same_device
 from whet.ops import _cross_entropy as kernels
 from whet.ops._rows import KERNEL_DTYPES, unit_rows
 from whet.ops.cross_entropy import HOSTILE, KINDS, check_options, loss_pieces, options_of, some_options, some_targets
 from whet.ops.cross_entropy import reference as loss_of_logits
 from whet.ops.cross_entropy import run_torch as torch_loss_of_logits
+from whet.torch_ops import Fused
 from whet.values import families
 
 CHUNK_BYTES = 224 << 20  # 2048 bf16 rows at vocabulary 50304, four chunks of 8192: products stay large

@@ -5,7 +5,6 @@ import torch.nn.functional as F
 import triton
 import triton.language as tl
 
-from whet.library import Forward
 from whet.op import Cost, Impl, Op, error, lay, layout_of, nbytes
 from whet.ops._chain import begin, chain, ready
 from whet.ops._gemv import (
@@ -25,6 +24,7 @@ from whet.ops._gemv import (
 )
 from whet.ops._weights import dense, quant_of, random_weight
 from whet.ops.rms_norm import reference as rms_norm
+from whet.torch_ops import Forward
 from whet.values import families, relaid
 
 ROWS, MORE, CHUNK = "16w4", "16w4", 1024  # rows of w a program for one row of x and for more; results looked at together

@@ -3,10 +3,10 @@
 import torch
 import torch.nn.functional as F
 
-from whet.library import Forward
 from whet.op import Cost, Impl, Op, error, lay, layout_of, nbytes
 from whet.ops._gemv import PRODUCT_LIMITS, check_product, multiply, product_refused
 from whet.ops._weights import dense, quant_of, random_weight
+from whet.torch_ops import Forward
 from whet.values import families
 
 

@@ -4,12 +4,12 @@ import torch
 import triton
 import triton.language as tl
 
-from whet.library import Forward
 from whet.op import Cost, Impl, Op, error, lay, layout_of, nbytes
 from whet.ops._cached import check_caches, check_tables, layout_refused, tensors_refused
 from whet.ops._rows import cdiv, power_of_two
 from whet.ops.rms_norm import reference as rms_norm
 from whet.ops.rope import reference as rope
+from whet.torch_ops import Forward
 from whet.values import families
 
 

@@ -4,9 +4,9 @@ import torch
 import triton
 import triton.language as tl
 
-from whet.library import Fused
 from whet.op import Cost, Impl, Op, error, floating, nbytes, same_device
 from whet.ops._rows import KERNEL_DTYPES, cdiv, power_of_two
+from whet.torch_ops import Fused
 from whet.values import families
 
 MAX_D = 1024  # one program holds whole heads in registers

@@ -5,10 +5,10 @@ import torch.nn.functional as F
 import triton
 import triton.language as tl
 
-from whet.library import Fused
 from whet.op import Cost, Impl, Op, error, floating, lay, layout_of, nbytes, rows, same_device
 from whet.ops._rows import KERNEL_DTYPES, cdiv, unit_rows
 from whet.parts import row_pieces
+from whet.torch_ops import Fused
 from whet.values import families
 
 TILE, WARPS = 1024, 4  # 8 elements a thread of every tensor: one 16-byte load each of bf16

@@ -5,7 +5,7 @@ from collections.abc import Callable
 
 from rich.table import Table
 
-from whet import counters
+from whet import ncu
 from whet.op import Call, Op, base
 from whet.proofs import OUTCOMES
 from whet.race import FASTEST, TIED, Timing
@@ -166,13 +166,13 @@ def proved(entries: list[dict], name: Callable[[dict], str] = entry_id) -> list[
 
 def counters_table(rows: list[dict]) -> Table:
     """One line per kernel: time, clock, how busy each unit is in percent, how many warps there were and what they awaited."""
-    columns = ("call", "impl", "kernel", "us", "MHz", "regs", "KiB", "warps", *counters.UNITS, "warps wait for")
+    columns = ("call", "impl", "kernel", "us", "MHz", "regs", "KiB", "warps", *ncu.UNITS, "warps wait for")
     table = Table(*columns, title="counters: percent of what each unit can do", title_justify="left")
     before = None
     for row in rows:
         told = (row["call"], row["impl"])
         waits = ", ".join(f"{s} {n:g}" for s, n in row["stalls"].items())
-        numbers = [row[k] for k in ("us", "mhz", "registers", "shared_kib", "warps", *counters.UNITS)]
+        numbers = [row[k] for k in ("us", "mhz", "registers", "shared_kib", "warps", *ncu.UNITS)]
         table.add_row(
             *(told if told != before else ("", "")), row["kernel"].partition("(")[0][:40],
             *("-" if n is None else f"{n:.0f}" for n in numbers), waits,

@@ -6,7 +6,6 @@ import re
 import torch
 
 from whet import machine
-from whet.library import Fused
 from whet.op import Impl, error
 from whet.ops._rows import KERNEL_DTYPES
 from whet.ops.attention import fp8, hybrid
@@ -15,6 +14,7 @@ from whet.ops.attention.common import LN2, Tile, block_d, has_descriptors, shape
 from whet.ops.attention.forward import forward
 from whet.ops.attention.fused import PARTIAL_LIMIT, fused, one_tile, partial_bytes
 from whet.ops.attention.meaning import NO_FP8, any_blind, dtype_of, scale_of, span
+from whet.torch_ops import Fused
 
 # forward/dq/dkdv by BLOCK_D; the first is the default, the rest are what tuning tries beside it. Products of 64 rows keep
 # three programs on an SM, which overlap better than one that is pipelined by hand: see docs/kernels.md. At a head size of

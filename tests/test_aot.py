@@ -42,7 +42,7 @@ PLANTED = '''
 import json
 import torch, triton, triton.language as tl
 from dataclasses import asdict
-from whet.ahead import Launch, row
+from whet.aot import Launch, row
 
 @triton.jit
 def _greedy_kernel(x_ptr, y_ptr, N, BLOCK: tl.constexpr):
@@ -78,7 +78,7 @@ def test_planted_spills_and_errors_are_found_and_a_stated_reason_excuses_spills(
 
 TILED = '''
 from dataclasses import replace
-from whet.ahead import launches
+from whet.aot import launches
 from whet.op import discover
 
 op = discover()["rms_norm"]
@@ -96,7 +96,7 @@ def test_launches_of_a_tile_are_recorded_under_its_name(tmp_path):
 
 DECODING = '''
 import json
-from whet.ahead import wanted
+from whet.aot import wanted
 from whet.op import discover
 
 seen = set()
@@ -127,37 +127,37 @@ def test_of_inference_what_a_decoder_launches_is_compiled_and_each_kernel_once_i
 
 
 def test_interpreter_mode_is_refused_with_the_reason():
-    done = child("-m", "whet.ahead", interpret="1")
+    done = child("-m", "whet.aot", interpret="1")
     assert done.returncode == 2 and "TRITON_INTERPRET must be off" in done.stdout
 
 
 def test_unknown_op_names_the_choices():
-    done = child("-m", "whet.ahead", "no_such_op")
+    done = child("-m", "whet.aot", "no_such_op")
     assert done.returncode == 2 and "op must be among" in done.stdout and "rms_norm" in done.stdout
 
 
 NOTED = """
 import torch
-from whet import ahead
+from whet import aot
 from whet.decode.note import note
 
 whole, real = (dict(dtype=t, device="meta") for t in (torch.int64, torch.float32))
-for target in ahead.TARGETS:
-    with ahead.recorded() as seen, ahead.pretended(target):
+for target in aot.TARGETS:
+    with aot.recorded() as seen, aot.pretended(target):
         note(torch.empty(8, **whole), torch.empty(8, **real), torch.empty(8, **whole), torch.empty(8, 64, **whole),
              torch.empty(8, 64, **real), torch.empty(11, **whole), torch.empty(11, **whole), 8)
     (fn, args, options), = seen
-    made = ahead.compile_for(ahead.Launch("note", "triton", "", "int64", fn, args, options), target)
+    made = aot.compile_for(aot.Launch("note", "triton", "", "int64", fn, args, options), target)
     print(target, made.spills)
 """
 
 
 NARROW = """
-from whet import ahead
+from whet import aot
 from whet.op import discover
 
-for launch in ahead.launches(discover()["norm_swiglu"], "triton", dict(M=64, K=576, F=1536), "bfloat16"):
-    made = ahead.row(launch, "sm_90", "")
+for launch in aot.launches(discover()["norm_swiglu"], "triton", dict(M=64, K=576, F=1536), "bfloat16"):
+    made = aot.row(launch, "sm_90", "")
     print(made.kernel, made.shared, made.problem)
 """
 

@@ -4,37 +4,18 @@ Its logits on given tokens, and the tokens it chooses by itself, against the mod
 budget follows from the error of the same formulas in the model's own dtype, as everywhere else (whet/verify.py).
 """
 
-import contextlib
-import functools
-from collections.abc import Iterator
 from typing import Any
 
 import torch
 
-from whet.choices import Choices
+from whet.decode.bench.contender import Contender, column
 from whet.decode.chunks import CHUNK
-from whet.decode.contender import Contender, column
-from whet.decode.quality import full_float32, widened
+from whet.decode.oracle import by_formulas, full_float32, widened
 from whet.models.qwen3 import Qwen3
 from whet.verify import VALUE_FACTOR, Verdict, judge
 
 CHECKED = 8  # tokens compared
 MOST_ROWS = 3  # of a batch: its first, one within and its last
-
-
-@functools.cache
-def formulas() -> Choices:
-    return Choices(default="eager")
-
-
-@contextlib.contextmanager
-def by_formulas(model: Qwen3) -> Iterator[None]:
-    """Every op its plain formula."""
-    before, model.ops = model.ops, formulas()
-    try:
-        yield
-    finally:
-        model.ops = before
 
 
 class Prompt:

@@ -12,7 +12,6 @@ import ast
 import math
 import sysconfig
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from functools import cache
 from pathlib import Path
@@ -22,6 +21,7 @@ from typing import Any
 import torch
 
 from whet.decode.cache import BLOCK as CACHE_BLOCK
+from whet.decode.oracle import full_float32, widened
 from whet.decode.quantize import QUANTS, quantize, weights
 from whet.ops._chain import chained
 from whet.ops._weights import quant_of
@@ -102,20 +102,6 @@ def float32_reference(model: Any) -> Any:
         if quant := quant_of(w.data):
             raise ValueError(f"float32_reference: {name} is {quant}, expected weights that are not quantised; build it before")
     return widened(model, torch.float32)
-
-
-@torch.no_grad()
-def widened(model: Any, dtype: torch.dtype) -> Any:
-    """The function that the stored weights mean, quantised or not, in another dtype, every op by its plain formula."""
-    wide = type(model)(model.c, "plain", device=model.embed.device, dtype=dtype).requires_grad_(False)
-    ours, shared = dict(wide.named_modules()), model.head.data is model.embed
-    for path, module in model.named_modules():
-        for name, p in module.named_parameters(recurse=False):
-            if name != "data":
-                getattr(ours[path], name).copy_(p)
-            elif module is not model.head or not shared:
-                ours[path].replace(module.dense(dtype).clone(), None)
-    return wide
 
 
 @dataclass(frozen=True)
@@ -222,17 +208,6 @@ def against(logits: torch.Tensor, wide: torch.Tensor, following: torch.Tensor) -
         error = torch.where(a == r, 0.0, (a - r).abs()).amax(1)
         out.append(torch.stack([nll, wide_nll, kl, error, top[:, 0] - top[:, 1], (a.argmax(1) == r.argmax(1)).double()]))
     return torch.cat(out, dim=1)
-
-
-@contextmanager
-def full_float32():
-    """float32 products with all 24 bits: TF32 keeps 11, and would be no reference."""
-    before = torch.get_float32_matmul_precision()
-    torch.set_float32_matmul_precision("highest")
-    try:
-        yield
-    finally:
-        torch.set_float32_matmul_precision(before)
 
 
 @dataclass(frozen=True)

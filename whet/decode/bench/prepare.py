@@ -17,9 +17,9 @@ from typing import Any
 import torch
 
 from whet import measure
-from whet.decode import contender, rivals
+from whet.decode.bench import contender, rivals
 from whet.decode.cache import free_bytes
-from whet.decode.quality import full_float32
+from whet.decode.oracle import full_float32
 from whet.decode.quantize import quantize
 from whet.models.qwen3 import Config, Qwen3, random_weights
 
@@ -72,7 +72,7 @@ def prepare(model: Qwen3, wanted: list[Job], progress: Callable[[str, int, int],
 def child(model: Qwen3, job: Job) -> str:
     """Nothing, or why the job failed."""
     root = str(Path(__file__).resolve().parents[2])
-    start = f"import sys; sys.path[0] = {root!r}; from whet.decode.prepare import main; main()"
+    start = f"import sys; sys.path[0] = {root!r}; from whet.decode.bench.prepare import main; main()"
     where = {"device": str(model.embed.device), "dtype": str(model.embed.dtype).removeprefix("torch.")}
     config = asdict(model.c) | {"rope_scaling": dict(model.c.rope_scaling) if model.c.rope_scaling else None}
     env = os.environ | {"TORCHINDUCTOR_COMPILE_THREADS": str(THREADS)}

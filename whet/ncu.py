@@ -47,7 +47,7 @@ def read(call: Call, impl: str) -> list[dict]:
     if not ncu or machine.this_machine().device != "cuda" or torch.version.hip:
         raise ValueError("counters: needs an NVIDIA GPU and its profiler, ncu (Nsight Compute), on the PATH")
     root = str(Path(__file__).resolve().parent.parent)
-    start = f"import sys; sys.path[0] = {root!r}; from whet.counters import main; main()"
+    start = f"import sys; sys.path[0] = {root!r}; from whet.ncu import main; main()"
     with tempfile.TemporaryDirectory() as folder:
         log = Path(folder) / "counters.csv"
         asked = ["--profile-from-start", "off", "--clock-control", "none", "--metrics", ",".join(metrics())]

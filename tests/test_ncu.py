@@ -9,7 +9,7 @@ import pytest
 import torch
 from typer.testing import CliRunner
 
-from whet import counters, machine
+from whet import machine, ncu
 from whet.cli import app
 from whet.op import Call
 from whet.report import readme, tables
@@ -19,31 +19,31 @@ CALL = Call("rms_norm", dict(M=64, N=128), "bfloat16", True)
 
 def page(*kernels: dict) -> str:
     """A raw page as ncu writes it: messages, a head, units, a line per kernel."""
-    head = ["ID", "Kernel Name", *counters.metrics()]
-    lines = [head, ["", "", *("%" for _ in counters.metrics())]]
-    lines += [[str(i), k["name"], *(k.get(m, "1") for m in counters.metrics())] for i, k in enumerate(kernels)]
+    head = ["ID", "Kernel Name", *ncu.metrics()]
+    lines = [head, ["", "", *("%" for _ in ncu.metrics())]]
+    lines += [[str(i), k["name"], *(k.get(m, "1") for m in ncu.metrics())] for i, k in enumerate(kernels)]
     return "==PROF== Connected\n\n" + "\n".join(",".join(f'"{v}"' for v in line) for line in lines) + "\n"
 
 
 def kernel(name="_forward_kernel", **busy):
-    return {"name": name} | {counters.UNITS[u]: str(n) for u, n in busy.items()}
+    return {"name": name} | {ncu.UNITS[u]: str(n) for u, n in busy.items()}
 
 
 def test_a_row_says_time_units_and_waits():
     given = kernel(tensor=48.47, exp=50.06) | {
         "gpu__time_duration.sum": "504,768", "sm__cycles_elapsed.avg.per_second": "1,759,459,221.11",
-        counters.STALL.format("wait"): "1.61", counters.STALL.format("barrier"): "0.82", counters.STALL.format("gmma"): "1.2",
+        ncu.STALL.format("wait"): "1.61", ncu.STALL.format("barrier"): "0.82", ncu.STALL.format("gmma"): "1.2",
     }
-    row = counters.parse(page(given, kernel("_delta_kernel", dram=53.6)))[0]
+    row = ncu.parse(page(given, kernel("_delta_kernel", dram=53.6)))[0]
     assert (row["kernel"], row["us"], row["mhz"], row["tensor"]) == ("_forward_kernel", 504.77, 1759.46, 48.47)
     assert row["busiest"] == "exp" and list(row["stalls"].items())[:2] == [("wait", 1.61), ("gmma", 1.2)]
-    assert counters.parse(page(kernel("_delta_kernel", dram=53.6)))[0]["busiest"] == "dram"
+    assert ncu.parse(page(kernel("_delta_kernel", dram=53.6)))[0]["busiest"] == "dram"
 
 
 def test_a_counter_that_a_gpu_has_not_is_none():
-    row = counters.parse(page(kernel() | {m: "n/a" for m in counters.metrics()}))[0]
+    row = ncu.parse(page(kernel() | {m: "n/a" for m in ncu.metrics()}))[0]
     assert row["tensor"] is None and row["busiest"] is None and row["stalls"] == {}
-    assert counters.parse("==ERROR== no kernel\n") == []
+    assert ncu.parse("==ERROR== no kernel\n") == []
 
 
 @pytest.fixture
@@ -56,10 +56,10 @@ def pretend(monkeypatch):
             Path(command[command.index("--log-file") + 1]).write_text(text)
             return subprocess.CompletedProcess(command, 0, "", stderr)
 
-        monkeypatch.setattr(counters.subprocess, "run", run)
+        monkeypatch.setattr(ncu.subprocess, "run", run)
 
     plain, here = subprocess.run, machine.this_machine()
-    monkeypatch.setattr(counters.machine, "this_machine", lambda: type(here)(**(here.__dict__ | {"device": "cuda"})))
+    monkeypatch.setattr(ncu.machine, "this_machine", lambda: type(here)(**(here.__dict__ | {"device": "cuda"})))
     monkeypatch.setattr(shutil, "which", lambda name: f"/usr/bin/{name}")
     return give
 
@@ -80,7 +80,7 @@ def test_the_command_writes_a_record_that_the_tables_of_readme_ignore(pretend, t
 def test_what_ncu_says_when_it_counts_nothing_is_passed_on(pretend):
     pretend("==ERROR== ERR_NVGPUCTRPERM - The user does not have permission to access NVIDIA GPU Performance Counters\n")
     with pytest.raises(ValueError, match=r"ncu read no kernel of triton: .*ERR_NVGPUCTRPERM"):
-        counters.read(CALL, "triton")
+        ncu.read(CALL, "triton")
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
@@ -101,5 +101,5 @@ def test_a_wrong_argument_is_one_line(args, words):
 @pytest.mark.gpu
 @pytest.mark.skipif(shutil.which("ncu") is None, reason="ncu is not installed")
 def test_gpu_counters_of_a_norm_are_those_of_a_kernel_that_moves_memory():
-    rows = counters.read(Call("rms_norm", dict(M=16384, N=4096), "bfloat16", False), "triton")
+    rows = ncu.read(Call("rms_norm", dict(M=16384, N=4096), "bfloat16", False), "triton")
     assert any(r["dram"] > 50 and r["tensor"] < 5 and r["us"] > 10 for r in rows)

@@ -14,8 +14,9 @@ from typing import Any
 
 import torch
 
-from whet.decode import load, quality, rivals
-from whet.decode.contender import Graph, Persistent
+from whet.decode import load
+from whet.decode.bench import quality, rivals
+from whet.decode.bench.contender import Graph, Persistent
 from whet.decode.quantize import QUANTS
 from whet.models.qwen3 import Qwen3, kernels
 

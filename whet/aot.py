@@ -1,7 +1,7 @@
 """Compile Triton kernels for GPUs that are not here, and read their registers, spills and shared memory.
 
 The launches come from the launchers themselves, run on meta tensors with Triton's launch replaced by a recorder, and are
-specialised by Triton's own binder: what is compiled here is what a GPU would compile. `python -m whet.ahead [OP...]`
+specialised by Triton's own binder: what is compiled here is what a GPU would compile. `python -m whet.aot [OP...]`
 prints the table; TRITON_INTERPRET must be off, since interpreted kernels cannot be compiled.
 """
 
@@ -269,7 +269,7 @@ def show(done: int, total: int, text: str) -> None:
 
 
 def main(argv: list[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(prog="python -m whet.ahead", description=(__doc__ or "").splitlines()[0])
+    parser = argparse.ArgumentParser(prog="python -m whet.aot", description=(__doc__ or "").splitlines()[0])
     parser.add_argument("ops", nargs="*", metavar="OP", help="ops to compile (default: all)")
     parser.add_argument("--json", action="store_true", help="rows as JSON instead of a table")
     parser.add_argument("--out", type=Path, help="write there (default: print)")

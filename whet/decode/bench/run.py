@@ -16,10 +16,10 @@ from typing import Any
 import torch
 
 from whet import measure
-from whet.decode import evidence, prepare, quality, rivals
-from whet.decode.agree import CHECKED, Truth
+from whet.decode.bench import evidence, prepare, quality, rivals
+from whet.decode.bench.agree import CHECKED, Truth
+from whet.decode.bench.contender import OURS, Contender, Graph
 from whet.decode.cache import free_bytes
-from whet.decode.contender import OURS, Contender, Graph
 from whet.decode.load import open_model
 from whet.decode.quantize import QUANTS, bytes_per_token, quantize, weights
 from whet.decode.runner import RING

@@ -20,8 +20,8 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
+from whet.decode.bench.contender import Contender
 from whet.decode.chunks import CHUNK
-from whet.decode.contender import Contender
 from whet.models.qwen3 import FAMILIES, Config, Qwen3
 
 

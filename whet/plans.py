@@ -14,13 +14,13 @@ from dataclasses import asdict, dataclass, replace
 import torch
 
 from whet.choices import Choices, Recorder
-from whet.library import own_code
 from whet.lock import Lock
 from whet.machine import commit
 from whet.measure import Graph, Race, now, race
 from whet.models import Model, find
 from whet.op import Call, discover
 from whet.race import Outcome, Ratio, decide, paired, through
+from whet.torch_ops import own_code
 from whet.tune import forget, modes_here, reduced_note, save_plans, tune
 from whet.verify import judge
 
@@ -311,7 +311,7 @@ class Trial:
         return replace(found, why=why)
 
 
-def optimize(
+def best_plan(
     target: str,
     lock: Lock | None = None,
     precision: str = "float32",

@@ -1,0 +1,1 @@
+"""The decoder's benchmark: whet's own ways to decode and its rivals, each verified, then timed in turns."""
