@@ -71,7 +71,7 @@ class Recording(TorchDispatchMode):
 
 
 class Tape:
-    """measure.Graph on a CPU: warm-up runs count, the captured one does not, a replay repeats operators and no Python."""
+    """graphs.Graph on a CPU: warm-up runs count, the captured one does not, a replay repeats operators and no Python."""
 
     def __init__(self, run, warm_up: int = 3, beside=None):
         for _ in range(warm_up):

@@ -6,7 +6,7 @@ from test_registered import Watch, fresh, kernel_of
 from torch.utils.checkpoint import checkpoint
 
 import whet.ops
-from whet.measure import Graph
+from whet.graphs import Graph
 from whet.op import discover
 from whet.ops.attention import hybrid, launch
 from whet.verify import evaluate, judge, upstream, verify, widen

@@ -5,7 +5,6 @@ import torch
 from conftest import DEVICE
 from small_decoder import Tape, small_model
 
-from whet import measure
 from whet.decode import chunks
 from whet.decode.cache import Cache
 from whet.decode.chunks import Chunks, length
@@ -28,7 +27,7 @@ def short_chunks(monkeypatch):
 
 def runner_of(model, rows: int = 2, tokens: int = 256, graphs: bool = True) -> Runner:
     runner = Runner(model, Cache(model.c, model.embed.dtype, model.embed.device, max_tokens=model.c.max_positions), rows)
-    runner.capture = (Tape if DEVICE == "cpu" else measure.Graph) if graphs else None
+    runner.capture = (Tape if DEVICE == "cpu" else graphs.Graph) if graphs else None
     runner.hold(rows, tokens)
     return runner
 

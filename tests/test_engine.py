@@ -5,7 +5,7 @@ import torch
 from conftest import DEVICE
 from small_decoder import CONFIG, Letters, Tape, small_llm, small_model
 
-from whet import LLM, measure
+from whet import LLM, graphs, measure
 from whet.decode.engine import Piece
 from whet.decode.request import Completion, Writer
 from whet.models.qwen3 import Qwen3
@@ -393,8 +393,8 @@ def test_unknown_options_raise(model):
 
 def test_marks_say_how_long_the_work_between_them_took():
     device = torch.device(DEVICE)
-    begin = measure.Mark(device)
+    begin = graphs.Mark(device)
     torch.ones(1000, device=device).cumsum(0)
-    end = measure.Mark(device)
+    end = graphs.Mark(device)
     end.wait()
     assert end.since(begin) > 0

@@ -14,9 +14,10 @@ from dataclasses import asdict, dataclass, replace
 import torch
 
 from whet.choices import Choices, Recorder
+from whet.graphs import Graph
 from whet.lock import Lock
 from whet.machine import commit
-from whet.measure import Graph, Race, now, race
+from whet.measure import Race, now, race
 from whet.models import Model, find
 from whet.op import Call, discover
 from whet.race import Outcome, Ratio, decide, paired, through

@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from whet import measure
+from whet import graphs
 from whet.decode import persistent
 from whet.decode.cache import BLOCK, Cache
 from whet.decode.chunks import Chunks
@@ -42,8 +42,8 @@ class Burst:
     tokens: torch.Tensor  # (rows, n)
     logits: torch.Tensor | None  # of the same shape, where the tokens were chosen greedily
     clock: torch.Tensor | None  # the device's clock behind the burst, where the host cannot know it
-    begin: measure.Mark
-    end: measure.Mark
+    begin: graphs.Mark
+    end: graphs.Mark
     failed: torch.Tensor | None = None  # not 0 where a persistent kernel gave up
 
     def read(self) -> list[list[int]]:
@@ -79,7 +79,7 @@ class Runner:
         self.model, self.cache, self.rows, self.path = model, cache, rows, path
         self.device = cache.device
         self.kernels = kernels and self.device.type == "cuda"
-        self.capture: Callable | None = measure.Graph if self.device.type == "cuda" else None
+        self.capture: Callable | None = graphs.Graph if self.device.type == "cuda" else None
         self.token, self.top_k, self.seed = (self._zeros(rows) for _ in range(3))
         self.temperature, self.top_p = (self._zeros(rows, dtype=torch.float32) for _ in range(2))
         self.clock, self.pace = self._zeros(rows + 3), self._zeros(rows + 3)
@@ -127,7 +127,7 @@ class Runner:
     def prefill(self, slot: int, tokens: list[int], start: int, sampling: Sampling) -> Burst:
         """Feed tokens[start:] to a row whose cache holds those before, and choose the first new one. The row is then live."""
         with self.here():
-            begin, end = measure.Mark(self.device), len(tokens)
+            begin, end = graphs.Mark(self.device), len(tokens)
             hidden = self.chunks.feed(slot, tokens, start)
             self._set(slot, sampling)
             self.place(slot, end - 1, live=True)
@@ -149,7 +149,7 @@ class Runner:
         with self.here():
             self.cursor.zero_()  # before a capture too: its warm-up writes there
             run = self.graph(("step", rows, context, mode), functools.partial(self._step, rows, context, mode))
-            begin = measure.Mark(self.device)
+            begin = graphs.Mark(self.device)
             for _ in range(n):
                 run()
             return self.sent(self.emitted[:rows, :n], self.logit[:rows, :n] if mode == "greedy" else None, begin)
@@ -162,7 +162,7 @@ class Runner:
         """n tokens of row 0 in one launch; it must be live. logits (n, V): where all of them go."""
         assert self.persistent is not None
         with self.here():
-            begin, row = measure.Mark(self.device), slice(0, 1)
+            begin, row = graphs.Mark(self.device), slice(0, 1)
             cache = [t[:, 0] for t in self.cache.kv]
             self.persistent.steps(n, cache, self.token[row], self.clock[row], self.emitted[0], self.logit[0], logits)
             failed = self._to_host(self.persistent.failed)
@@ -242,14 +242,14 @@ class Runner:
         self.top_k[slot].fill_(s.top_k)
         self.seed[slot].fill_(s.seed)
 
-    def sent(self, tokens, logits, begin: measure.Mark, clock: torch.Tensor | None = None) -> Burst:
+    def sent(self, tokens, logits, begin: graphs.Mark, clock: torch.Tensor | None = None) -> Burst:
         tokens, logits, clock = (None if t is None else self._to_host(t) for t in (tokens, logits, clock))
-        return Burst(tokens, logits, clock, begin, measure.Mark(self.device))
+        return Burst(tokens, logits, clock, begin, graphs.Mark(self.device))
 
     def _to_host(self, t: torch.Tensor) -> torch.Tensor:
         pinned = torch.empty(t.shape, dtype=t.dtype, pin_memory=self.device.type == "cuda")
         return pinned.copy_(t, non_blocking=True)
 
     def here(self) -> contextlib.AbstractContextManager:
-        """measure.Graph and Mark work on the current device."""
+        """graphs.Graph and Mark work on the current device."""
         return torch.cuda.device(self.device) if self.device.type == "cuda" else contextlib.nullcontext()

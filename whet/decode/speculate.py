@@ -11,7 +11,7 @@ from collections import deque
 
 import torch
 
-from whet import measure
+from whet import graphs
 from whet.decode.runner import RING, Burst, Runner
 from whet.op import base, discover
 from whet.ops._chain import chained
@@ -80,7 +80,7 @@ class Speculator:
             tally = r.clock[r.rows :]
             tally.zero_()  # before a capture too: its warm-up writes there
             run = r.graph(("speculate", context), functools.partial(self._step, context))
-            begin = measure.Mark(r.device)
+            begin = graphs.Mark(r.device)
             for _ in range(n):
                 run()
             return r.sent(r.emitted[:1, :width], r.logit[:1, :width], begin, tally)

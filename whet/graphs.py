@@ -1,0 +1,50 @@
+"""CUDA graphs, and marks in a device's queue of work."""
+
+import time
+from collections.abc import Callable
+
+import torch
+
+
+class Graph:
+    """A captured run: call it to replay.
+
+    beside   a graph whose memory this one takes for its own too: one runs after the other, and neither's result is kept
+    """
+
+    def __init__(self, run: Callable, warm_up: int = 3, beside: "Graph | None" = None):
+        stream = torch.cuda.Stream()
+        stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(stream):
+            for _ in range(warm_up):
+                run()
+        torch.cuda.current_stream().wait_stream(stream)
+        torch.cuda.synchronize()
+        self.run = run  # what it reads must live as long as it may be replayed
+        self.graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(self.graph, pool=None if beside is None else beside.graph.pool()):
+            self.out = run()
+
+    def __call__(self):
+        self.graph.replay()
+        return self.out
+
+
+class Mark:
+    """A point in a device's queue: reached when the work enqueued before it is done. On a CPU that is at once."""
+
+    def __init__(self, device: torch.device):
+        self.event = torch.cuda.Event(enable_timing=True) if device.type == "cuda" else None
+        self.at = time.perf_counter()
+        if self.event is not None:
+            self.event.record()
+
+    def wait(self) -> None:
+        if self.event is not None:
+            self.event.synchronize()
+
+    def since(self, earlier: "Mark") -> float:
+        """Seconds between two marks that are both reached."""
+        if self.event is None or earlier.event is None:
+            return self.at - earlier.at
+        return earlier.event.elapsed_time(self.event) / 1e3
