@@ -16,15 +16,15 @@ from conftest import without
 from rich.console import Console
 from typer.testing import CliRunner
 
-import whet.cli
-import whet.terminal
-from whet.cli import app
+import whet.tune
+from whet.commands import _console, app
+from whet.commands._shapes import calls_of_shapes
 from whet.lock import Lock
 from whet.op import discover
 from whet.report import tables
 
 COMMANDS = typer.main.get_command(app).commands  # type: ignore[attr-defined]
-WHET = [sys.executable, "-m", "whet.cli"]
+WHET = [sys.executable, "-m", "whet"]
 RESULT = {
     "target": "tiny-llama:tiny float32", "config": "Config()", "chosen": "eager", "tied": False, "speedup": 2.0,
     "note": "No GPU.", "calls": [], "from_lock": False, "seconds": 1.0, "entries": [
@@ -76,7 +76,7 @@ def few():
 def planted(monkeypatch):
     """optimize answers at once; what it was asked is kept."""
     asked = []
-    monkeypatch.setattr(whet.cli, "best_plan", lambda *args: asked.append(args) or RESULT)
+    monkeypatch.setattr("whet.plans.best_plan", lambda *args: asked.append(args) or RESULT)
     return asked
 
 
@@ -107,12 +107,12 @@ def test_no_bar_and_no_colour_where_the_output_is_no_terminal(benched):
 
 def test_a_terminal_gets_a_bar(monkeypatch):
     screen = io.StringIO()
-    monkeypatch.setattr(whet.terminal, "console", Console(file=screen, force_terminal=True, width=100))
-    with whet.cli.progress_bar(True) as progress:
+    monkeypatch.setattr(_console, "console", Console(file=screen, force_terminal=True, width=100))
+    with _console.progress_bar(True) as progress:
         progress("verifying rope/triton", 3, 8)
     assert "\x1b" in screen.getvalue() and "verifying rope/triton" in screen.getvalue()
     before = screen.getvalue()
-    with whet.cli.progress_bar(False) as progress:
+    with _console.progress_bar(False) as progress:
         progress("verifying rope/triton", 3, 8)
     assert screen.getvalue() == before, "--json shows none"
 
@@ -188,8 +188,7 @@ def test_an_impl_has_one_line_with_the_best_of_its_tiles(capsys, monkeypatch):
     made = {"call": call, "mode": "graph", "count": 1, "chosen": "triton@a", "rival": "torch", "vs_rival": 4.0}
     made |= {"candidates": candidates, "floor_ms": 0.5, "bound": "compute", "flops": 6e11}
     screen = io.StringIO()
-    monkeypatch.setattr(whet.cli, "console", Console(file=screen, width=200, markup=False))
-    whet.cli.show_calls([made])
+    tables.show_calls(Console(file=screen, width=200, markup=False), [made])
     text = re.sub(r"[ │]+", " ", screen.getvalue())
     assert "triton@a 1.000 0.0100 - 50% compute, 600 TFLOP/s 0.50 * - - chosen, 4.00x torch, best of 3 tiles" in text
     assert "torch 4.000 0.0400 - 12% compute, 150 TFLOP/s 0.50 - -" in text
@@ -201,7 +200,7 @@ def test_an_impl_has_one_line_with_the_best_of_its_tiles(capsys, monkeypatch):
 def shapes_of(*asked: str) -> list[str]:
     op = discover()["rms_norm"]
     names = {str(case): name for name, case in op.shapes.items()}
-    return [names[str(call.case)] for call, _ in whet.cli.bench_calls(["rms_norm"], list(asked), "bfloat16", True)]
+    return [names[str(call.case)] for call, _ in calls_of_shapes(["rms_norm"], list(asked), "bfloat16", True)]
 
 
 def test_shapes_are_picked_by_name_or_part_of_it_each_once():
@@ -210,7 +209,7 @@ def test_shapes_are_picked_by_name_or_part_of_it_each_once():
 
 
 def test_a_forward_bench_has_a_record_of_its_own(monkeypatch):
-    monkeypatch.setattr(whet.cli, "tune", lambda *_, **__: None)
+    monkeypatch.setattr(whet.tune, "tune", lambda *_, **__: None)
     for options in ((), ("--forward-only",)):
         assert invoke("bench", "rms_norm", "--shapes", "4096x384", *options).exit_code == 0
     names = sorted(p.stem.removeprefix("cpu-") for p in Path("records").iterdir())
@@ -218,7 +217,7 @@ def test_a_forward_bench_has_a_record_of_its_own(monkeypatch):
 
 
 def test_the_command_in_a_record_can_be_typed_again(monkeypatch):
-    monkeypatch.setattr(whet.cli, "tune", lambda *_, **__: None)
+    monkeypatch.setattr(whet.tune, "tune", lambda *_, **__: None)
     monkeypatch.setitem(discover()["rms_norm"].shapes, "mid (10k, 1k)", {"M": 8, "N": 32})
     made = json.loads(invoke("bench", "rms_norm", "--shapes", "mid (10k", "--json").stdout)
     assert shlex.split(made["command"])[:5] == ["whet", "bench", "rms_norm", "--shapes", "mid (10k"]
@@ -296,7 +295,7 @@ def test_help_gives_units_defaults_and_an_example(command):
 
 @pytest.mark.parametrize("command", ["bench", "optimize"])
 def test_records_that_cannot_be_written_cost_one_line(command, planted, tmp_path, monkeypatch):
-    monkeypatch.setattr(whet.cli, "tune", lambda *_, **__: None)
+    monkeypatch.setattr(whet.tune, "tune", lambda *_, **__: None)
     (tmp_path / "file").write_text("in the way")
     args = {"bench": "rms_norm", "optimize": "tiny-llama:tiny --lock file/lock"}[command]
     result = invoke(command, *args.split(), "--records", "file/records")
@@ -317,21 +316,21 @@ def test_a_stopped_optimize_says_which_lock_kept_its_work(monkeypatch):
 
 
 def test_a_bench_stopped_before_anything_was_timed_says_so(monkeypatch):
-    monkeypatch.setattr(whet.cli, "tune", interrupt)
+    monkeypatch.setattr(whet.tune, "tune", interrupt)
     result = invoke("bench", "rms_norm", "--shapes", "M=8,N=32")
     assert result.exit_code == 130
     assert said(result) == ["whet: stopped; nothing was timed yet, so there is nothing to keep"]
 
 
 def test_a_bench_stopped_half_way_keeps_what_was_timed(monkeypatch, few, tmp_path):
-    real = whet.cli.tune
+    real = whet.tune.tune
 
     def half(calls, *rest, **options):
         real(calls[:1], *rest, **options)
         rest[0].calls["another @ eager"] = {"call": {}, "mode": "eager", "candidates": {}}
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(whet.cli, "tune", half)
+    monkeypatch.setattr(whet.tune, "tune", half)
     shapes = ("--shapes", "M=8,N=32", "--shapes", "M=4,N=32")
     result = invoke("bench", "rms_norm", *shapes, "--seconds", "0.01", "--records", str(tmp_path), "--name", "half")
     assert result.exit_code == 130 and said(result)[-1] == "whet: stopped; 1 of 2 were timed and are in the record"
@@ -359,7 +358,7 @@ def test_ctrl_c_ends_a_real_run_and_keeps_what_is_done(tmp_path):
 def test_an_interrupt_during_the_imports_ends_without_a_traceback():
     """The commands' import, PyTorch's with it, is where the first seconds go."""
     script = "import builtins, whet.__main__; real = builtins.__import__\n"
-    script += "def slow(name, *rest):\n    if name == 'whet.cli': raise KeyboardInterrupt\n    return real(name, *rest)\n"
+    script += "def slow(name, *rest):\n    if name == 'torch': raise KeyboardInterrupt\n    return real(name, *rest)\n"
     script += "builtins.__import__ = slow; whet.__main__.main()"
-    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True)
+    done = subprocess.run([sys.executable, "-c", script, "machine"], capture_output=True, text=True)
     assert (done.returncode, done.stderr) == (130, "whet: stopped; nothing was begun yet\n")

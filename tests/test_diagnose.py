@@ -11,7 +11,7 @@ import torch
 from torch import nn
 from typer.testing import CliRunner
 
-from whet.cli import app
+from whet.commands import app
 from whet.diagnose import tell, whatif
 from whet.diagnose.decode import as_decode
 from whet.diagnose.doctor import apply, diagnose, open_target, ordered

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 from typer.testing import CliRunner
 
-from whet.cli import app
+from whet.commands import app
 from whet.diagnose.doctor import diagnose, open_target
 from whet.diagnose.modules import tensors_in
 from whet.diagnose.profile import profiled

@@ -53,7 +53,7 @@ CAUSES = {1: "initial_loss", 2: "copies", 3: "unsynchronised_timing", 4: "custom
 
 
 def doctors_word(script: Path, args: str, records: Path) -> tuple[int, dict]:
-    command = [sys.executable, "-m", "whet.cli", "doctor", str(script), "--json", "--seconds", "0.1", "--records", str(records)]
+    command = [sys.executable, "-m", "whet", "doctor", str(script), "--json", "--seconds", "0.1", "--records", str(records)]
     env = os.environ | {"OMP_NUM_THREADS": "1"}
     done = subprocess.run([*command, "--args", args], capture_output=True, text=True, timeout=300, cwd=ROOT, env=env)
     assert done.returncode in (0, 1), done.stderr

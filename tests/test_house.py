@@ -12,8 +12,8 @@ PACKAGE = sorted((ROOT / "whet").rglob("*.py"))
 ORDER = [
     "machine", "interpret", "torch_ops", "kinds", "values", "parts", "op", "source", "lock_file", "lock", "choices", "ops",
     "aot", "isolation", "judge", "verify", "whole", "prove", "race", "busy", "roof", "graphs", "measure", "ncu", "child",
-    "worker", "tune", "proofs", "models", "decode", "diagnose", "report", "plans", "autoselect", "exercise", "terminal", "clinic",
-    "talk", "cli", "__main__",
+    "worker", "tune", "proofs", "models", "decode", "diagnose", "report", "plans", "autoselect", "exercise",
+    "commands", "__main__",
 ]
 FILE_LINES, FUNCTION_LINES, PACKAGE_LINES = 400, 50, 27000
 
@@ -78,8 +78,8 @@ def test_imports_point_one_way(path):
 
 
 def test_import_checker_sees_every_form():
-    tree = ast.parse("from whet import tune, cli\nfrom whet.verify import x\nimport whet.ops.rope\nimport torch\n")
-    assert imported(tree) == ["tune", "cli", "verify", "ops"]
+    tree = ast.parse("from whet import tune, plans\nfrom whet.verify import x\nimport whet.ops.rope\nimport torch\n")
+    assert imported(tree) == ["tune", "plans", "verify", "ops"]
 
 
 def test_only_measure_reads_a_clock():

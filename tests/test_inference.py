@@ -13,7 +13,7 @@ from test_registered import kernel_of, summed_exactly
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from whet import machine
-from whet.cli import bench_calls
+from whet.commands._shapes import calls_of_shapes
 from whet.op import DTYPES, Call, Impl, as_tuple, discover, lay, tensors
 from whet.ops._chain import chain, chained
 from whet.ops._gemv import EXACT, FEW, alike, few
@@ -285,7 +285,7 @@ def test_the_tuner_verifies_it_and_times_its_forward_even_where_gradients_are_as
     measured = answer_measure(call, ["eager"], "eager", seconds=0.002)
     assert measured["timings"]["eager"]["ms"] > 0 and measured["flops"] > 0
     shape = ",".join(f"{k}={v}" for k, v in first_case(op).items())
-    assert [c.grad for c, _ in bench_calls([op.name], [shape], "float32", True)] == [False]
+    assert [c.grad for c, _ in calls_of_shapes([op.name], [shape], "float32", True)] == [False]
 
 
 def test_a_position_past_the_cache_spoils_nothing_but_its_own_row(device):

@@ -16,7 +16,7 @@ from typer.testing import CliRunner
 import whet.choices
 import whet.ops
 from whet import lock_file
-from whet.cli import app
+from whet.commands import app
 from whet.lock import FORMAT, Lock, check, render
 from whet.op import discover
 from whet.tune import save_decoder, tune

@@ -10,7 +10,7 @@ import torch
 from typer.testing import CliRunner
 
 from whet import machine, ncu
-from whet.cli import app
+from whet.commands import app
 from whet.op import Call
 from whet.report import readme, tables
 

@@ -357,7 +357,7 @@ def test_a_fault_among_like_values_of_an_argument_is_seen_where_it_drowns_elsewh
 def test_whet_prove_tells_each_candidate_and_keeps_what_was_proved_when_it_is_stopped(tmp_path, monkeypatch):
     from typer.testing import CliRunner
 
-    from whet.cli import app
+    from whet.commands import app
 
     told = CliRunner().invoke(app, ["prove", "rms_norm", "--cases", "--impl", "torch", "--records", str(tmp_path), "--json"])
     rows = json.loads(told.stdout)["measured"]["rows"]

@@ -17,7 +17,7 @@ from typer.testing import CliRunner
 import whet
 from whet import choices
 from whet.autoselect import ModelConfig
-from whet.cli import app
+from whet.commands import app
 from whet.op import SIMPLICITY, Impl, Op, discover
 from whet.report import decode, readme
 from whet.verify import verify_case

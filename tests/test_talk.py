@@ -11,8 +11,8 @@ from test_cli import example, invoke, said
 from test_decode_bench import SMALL, made, tokens_of
 from typer.testing import CliRunner
 
-from whet import measure, talk
-from whet.cli import app
+from whet import measure
+from whet.commands import app, generate
 from whet.decode.bench import rivals
 from whet.decode.engine import LLM, Numbers
 from whet.decode.load import open_model
@@ -61,13 +61,13 @@ def test_a_folder_is_the_model_and_its_weights_are_the_ones_that_were_saved(tmp_
 )
 def test_what_comes_first_is_the_model_only_if_it_is_one(words, random, found, tmp_path):
     (tmp_path / "folder").mkdir()
-    assert talk.told_apart(words, random) == found
+    assert generate.split_model_and_prompt(words, random) == found
 
 
 def test_a_prompt_is_read_from_standard_input(monkeypatch):
     for given, wanted in ((b"from a pipe", "from a pipe"), (b"one\n\n", "one\n"), ("½\r\n".encode(), "½")):
         monkeypatch.setattr("sys.stdin", io.TextIOWrapper(io.BytesIO(given)))
-        assert talk.told_apart(["-"], None) == (None, wanted)
+        assert generate.split_model_and_prompt(["-"], None) == (None, wanted)
 
 
 @pytest.mark.parametrize(

@@ -5,7 +5,7 @@ import sys
 
 def main() -> None:
     try:
-        from whet.cli import main as command
+        from whet.commands import main as command
     except KeyboardInterrupt:
         print("whet: stopped; nothing was begun yet", file=sys.stderr)
         raise SystemExit(130) from None

@@ -190,6 +190,11 @@ def _once_cpu(run: Callable) -> tuple[float, float]:
     return taken * 1e3, taken
 
 
+def memory_allocated() -> int:
+    """Bytes of device memory that tensors hold; 0 without a GPU."""
+    return torch.cuda.memory_allocated() if torch.cuda.is_available() else 0
+
+
 def peak_mib(run: Callable) -> float | None:
     """Device memory one run adds at its highest point, results included."""
     if not torch.cuda.is_available():

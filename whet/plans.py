@@ -17,7 +17,7 @@ from whet.choices import Choices, Recorder
 from whet.graphs import Graph
 from whet.lock import Lock
 from whet.machine import commit
-from whet.measure import Race, now, race
+from whet.measure import Race, memory_allocated, now, race
 from whet.models import Model, find
 from whet.op import Call, discover
 from whet.race import Outcome, Ratio, decide, paired, through
@@ -132,10 +132,6 @@ def oracle(model: Model, config, weights: dict, device: str) -> dict[str, torch.
     return {"output loss": loss.detach()} | {f"grad {n}": p.grad for n, p in module.named_parameters() if p.grad is not None}
 
 
-def _memory() -> int:
-    return torch.cuda.memory_allocated() if torch.cuda.is_available() else 0
-
-
 @contextlib.contextmanager
 def _peak(into: dict, origin: int) -> Iterator[None]:
     """Device memory at the highest point of the block, over what was held at the origin."""
@@ -192,7 +188,7 @@ class Trial:
         self.eager = self.runner(before).evidence()  # the error that eager itself makes at this precision: the budget
         self.before_result: dict = {"name": BEFORE, "ok": True, "why": "", "speedup": 1.0}
         gc.collect()
-        with _peak(self.before_result, _memory()):
+        with _peak(self.before_result, memory_allocated()):
             self.before = self.runner(before, "float32")
             self.before.step()
             self.before.step()
@@ -233,7 +229,7 @@ class Trial:
         """Build (or capture), compile and warm up: the part of a plan that may be done while others use the GPU."""
         gc.collect()
         result: dict = {"name": plan.name, "ok": False, "why": ""} | {k: v for k, v in asdict(plan).items() if k != "name"}
-        started, origin = now(), origin if runner is not None and origin is not None else _memory()
+        started, origin = now(), origin if runner is not None and origin is not None else memory_allocated()
         try:
             with _peak(result, origin):
                 if runner is None:

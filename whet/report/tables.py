@@ -3,6 +3,7 @@
 import inspect
 from collections.abc import Callable
 
+from rich.console import Console
 from rich.table import Table
 
 from whet import ncu
@@ -162,6 +163,12 @@ def proved(entries: list[dict], name: Callable[[dict], str] = entry_id) -> list[
     smaller = {name(e): c["proved"] for e in entries for c in e["candidates"].values() if c.get("proved")}
     why = "the float64 reference of the whole is too large"
     return [f"{call} was timed as it stands and verified as {key}: {why}" for call, key in smaller.items()]
+
+
+def show_calls(console: Console, entries: list[dict]) -> None:
+    console.print(calls_table(entries))
+    for line in (*(f"* {line}" for line in proved(entries)), *left_out(entries), *stale(entries)):
+        console.print(line)
 
 
 def counters_table(rows: list[dict]) -> Table:

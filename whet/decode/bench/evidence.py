@@ -63,7 +63,7 @@ def child(where: Path, device: str) -> dict:
     Without verification: the first start of all takes that long more, any later one reads the verdict from the lock.
     """
     root = str(Path(__file__).resolve().parents[2])
-    start = f"import sys; sys.path[0] = {root!r}; from whet.cli import main; main()"
+    start = f"import sys; sys.path[0] = {root!r}; from whet.commands import main; main()"
     options = ["--max-new-tokens", "1", "--raw", "--ignore-eos", "--device", device, "--json", "--no-verify"]
     command = [sys.executable, "-c", start, "generate", str(where), PROMPT, *options]
     done = subprocess.run(command, capture_output=True, text=True, timeout=LIMIT_S)

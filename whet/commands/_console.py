@@ -4,13 +4,12 @@ import contextlib
 import json
 import sys
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Annotated
 
 import typer
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
-
-from whet.report import record
 
 # Nothing printed is markup: a reason such as "rope[triton]: ..." or a path must come out as it is.
 console = Console(width=None if sys.stdout.isatty() else 160, highlight=False, markup=False, emoji=False)
@@ -21,6 +20,9 @@ Shapes = Annotated[
     typer.Option("--shapes", help="Part of a shape's name, or sizes and options, M=4096,N=384; repeatable (default: all)."),
 ]
 Records = Annotated[str, typer.Option("--records", metavar="DIR", help="Folder the record is written to.")]
+Html = Annotated[str | None, typer.Option(metavar="FILE", help="Also write one self-contained page (default: none).")]
+DTYPE_HELP = "bfloat16, float16, float32."  # a test holds these to what there is
+Dtype = Annotated[str, typer.Option(help=DTYPE_HELP)]
 
 
 @contextlib.contextmanager
@@ -36,6 +38,8 @@ def progress_bar(show: bool) -> Iterator[Callable[[str, int, int], None]]:
 
 
 def emit(made: dict, as_json: bool, folder: str, name: str, show: Callable[[], None]) -> None:
+    from whet.report import record
+
     path = record.write(made, folder, name)
     if as_json:
         typer.echo(json.dumps(made, indent=1))
@@ -56,3 +60,12 @@ def plain_errors(kept: str) -> Iterator[None]:
     except KeyboardInterrupt:
         typer.echo(f"whet: stopped; {kept}", err=True)
         raise typer.Exit(130) from None
+
+
+def write_page(path: str, made: dict) -> None:
+    from whet.report import page  # and with it jinja2, which no other command waits for
+
+    try:
+        Path(path).write_text(page.page(made), encoding="utf-8")
+    except OSError as e:
+        raise ValueError(f"--html: {path} cannot be written ({e.strerror})") from None

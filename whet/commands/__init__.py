@@ -1,0 +1,54 @@
+"""The command line. One file for each command, found by discovery: its name is the file's, its function is `command`.
+
+Files here import typer and little else; what a command needs it imports when it runs, so that `whet --help` answers at once.
+"""
+
+import importlib
+import pkgutil
+import signal
+from typing import Annotated
+
+import typer
+from typer.core import TyperGroup
+
+MEANING = "Sharpens PyTorch transformers: kernels proven right, measured faster, with the proof shown."
+
+
+class TwoWords(TyperGroup):
+    """A command's name may have two words, `bench decode`: it has options and help of its own."""
+
+    def resolve_command(self, ctx, args):
+        name = " ".join(args[:2])
+        return super().resolve_command(ctx, [name, *args[2:]] if name in self.commands else args)
+
+    def invoke(self, ctx):
+        try:
+            return super().invoke(ctx)
+        except KeyboardInterrupt:  # while PyTorch is still being imported: commands answer for what they began
+            typer.echo("whet: stopped; nothing was begun yet", err=True)
+            raise typer.Exit(130) from None
+
+
+def version(show: Annotated[bool, typer.Option("--version", is_eager=True, help="Print the version (default off).")] = False):
+    if show:
+        from whet import machine
+
+        typer.echo(f"whet {machine.whet_version()}")
+        raise typer.Exit
+
+
+def application() -> typer.Typer:
+    """Every command of this folder; `bench_decode.py` is `whet bench decode`."""
+    made = typer.Typer(cls=TwoWords, no_args_is_help=True, help=MEANING)
+    made.callback(invoke_without_command=True)(version)
+    for name in sorted(m.name for m in pkgutil.iter_modules(__path__) if not m.name.startswith("_")):
+        made.command(name.replace("_", " "))(importlib.import_module(f"{__name__}.{name}").command)
+    return made
+
+
+app = application()
+
+
+def main() -> None:
+    signal.signal(signal.SIGTERM, signal.default_int_handler)  # a time limit's kill ends like Ctrl-C: what is done is kept
+    app()
