@@ -8,7 +8,7 @@ import argparse
 import json
 import sys
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 
 import torch
@@ -16,9 +16,12 @@ import torch.nn.functional as F
 from torch import nn
 
 from whet.choices import Choices
-from whet.measure import Graph, Stopwatch
+from whet.graphs import Graph
+from whet.measure import Stopwatch
+from whet.models import Recipe
 from whet.models.tiny_llama import Config, batch
 from whet.ops.rope import tables
+from whet.workload import Workload
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 WARM_UP = 3  # steps that compile kernels and fill the optimizer's state, before anything is captured or timed
@@ -100,14 +103,14 @@ class Llama(nn.Module):
         self.embed = nn.Embedding(c.vocab, c.hidden)  # also the head: tied
         self.blocks = nn.ModuleList(Block(c, pieces) for _ in range(c.layers))
         self.norm = nn.Parameter(torch.ones(c.hidden))
-        for name, table in zip(("cos", "sin"), tables(c.seq_len, c.head_dim, c.theta)):
+        for name, table in zip(("cos", "sin"), tables(c.max_positions, c.head_dim, c.theta)):
             self.register_buffer(name, table, persistent=False)
         pieces.init_weights(self)
 
     def forward(self, tokens, labels):
         h, delta = self.embed(tokens), None
         for block in self.blocks:
-            h, delta = block(h, delta, self.cos, self.sin)
+            h, delta = block(h, delta, self.cos[: tokens.shape[1]], self.sin[: tokens.shape[1]])
         y, _ = ops.add_rms_norm(delta, h, self.norm, self.c.eps)
         return ops.linear_cross_entropy(y, self.embed.weight, labels)
 
@@ -115,17 +118,17 @@ class Llama(nn.Module):
 class Training:
     """A step in three parts, each a function of what the one before left."""
 
-    def __init__(self, model: nn.Module, data: dict):
-        self.model, self.data, self.loss = model, {name: t.clone() for name, t in data.items()}, None
-        self.optimizer = torch.optim.AdamW(model.parameters(), lr=model.c.lr, fused=True, capturable=DEVICE == "cuda")
-        self.parts = {"forward": self.forward, "backward": self.backward, "optimizer": self.optimizer.step}
+    def __init__(self, model: nn.Module, lr: float, data: dict):
+        optimizer = torch.optim.AdamW(model.parameters(), lr=lr, fused=True, capturable=DEVICE == "cuda")
+        self.work = Workload(model, kwargs={name: t.clone() for name, t in data.items()}, optimizer=optimizer)
+        self.loss: torch.Tensor | None = None
+        self.parts = {"forward": self.forward, "backward": self.backward, "optimizer": optimizer.step}
 
     def forward(self):
-        self.loss = self.model(**self.data)
+        self.loss = self.work.forward_to_loss()
 
     def backward(self):
-        self.optimizer.zero_grad(set_to_none=True)
-        self.loss.backward()
+        self.work.backward(self.loss)
 
     def capture(self) -> None:
         """Each part as a CUDA graph, captured in the order in which they will be replayed."""
@@ -134,20 +137,20 @@ class Training:
 
     def step(self, data: dict, timer: Stopwatch) -> None:
         for name, t in data.items():
-            self.data[name].copy_(t)
+            self.work.kwargs[name].copy_(t)
         for name, run in self.parts.items():
             with timer(name):
                 run()
 
 
-def train(c: Config, steps: int, pieces: Pieces) -> dict:
+def train(c: Config, recipe: Recipe, steps: int, pieces: Pieces) -> dict:
     """Train for real. The parts are timed by the stage's timer, all timed steps together by one that synchronises."""
-    torch.manual_seed(c.seed)
+    torch.manual_seed(recipe.seed)
     torch.set_float32_matmul_precision("high")
-    model, batches = Llama(c, pieces).to(DEVICE), [batch(c, DEVICE, step) for step in range(steps)]
-    training, timer, whole = Training(model, batches[0]), pieces.timer(DEVICE), Stopwatch(DEVICE)
+    model, batches = Llama(c, pieces).to(DEVICE), [batch(c, recipe, DEVICE, step) for step in range(steps)]
+    training, timer, whole = Training(model, recipe.lr, batches[0]), pieces.timer(DEVICE), Stopwatch(DEVICE)
     training.step(batches[0], timer)
-    alive = gradients(model)
+    alive = gradients(training.work)
     warm = min(WARM_UP, steps - 1)
     for data in batches[1:warm]:
         training.step(data, timer)
@@ -160,25 +163,25 @@ def train(c: Config, steps: int, pieces: Pieces) -> dict:
     seconds, parts = whole.total("steps") / (steps - warm), {f"{part}_ms": timer.ms(part, warm) for part in training.parts}
     return {
         "device": DEVICE, "captured": captured, "gradients": alive, "loss": training.loss.item(),
-        "samples_per_s": c.batch / seconds, "step_ms": seconds * 1e3, **parts,
+        "samples_per_s": recipe.batch / seconds, "step_ms": seconds * 1e3, **parts,
     }
 
 
-def gradients(model: nn.Module) -> int:
+def gradients(work: Workload) -> int:
     """How many parameters there are, if a gradient reached every one."""
-    named = dict(model.named_parameters())
-    if dead := [name for name, p in named.items() if p.grad is None or not p.grad.any()]:
-        raise RuntimeError(f"no gradient reaches {', '.join(dead[:5])} ({len(dead)} of {len(named)} parameters)")
-    return len(named)
+    total = len(list(work.model.parameters()))
+    if dead := work.without_gradient():
+        raise RuntimeError(f"no gradient reaches {', '.join(dead[:5])} ({len(dead)} of {total} parameters)")
+    return total
 
 
 def config(a: argparse.Namespace) -> Config:
-    c = replace(
-        Config(), batch=a.batch_size, seq_len=a.seq_len, hidden=a.hidden_dim, layers=a.num_layers,
-        heads=a.num_heads, kv_heads=max(1, a.num_heads // 2),
-    )
-    if min(c.batch, c.seq_len, c.hidden, c.layers, c.heads) < 1:
+    if min(a.batch_size, a.seq_len, a.hidden_dim, a.num_layers, a.num_heads) < 1:
         raise ValueError("sizes must be at least 1")
+    c = Config(
+        hidden=a.hidden_dim, layers=a.num_layers, heads=a.num_heads, kv_heads=max(1, a.num_heads // 2),
+        max_positions=a.seq_len,
+    )
     if c.hidden % c.heads or c.head_dim % 2 or c.heads % c.kv_heads:
         raise ValueError(f"hidden-dim {c.hidden} must split into {c.heads} heads of even width, in {c.kv_heads} equal groups")
     if a.num_steps < 2:
@@ -202,12 +205,13 @@ def main(**piece) -> None:
         c = config(a)
     except ValueError as e:
         parser.error(str(e))
-    r = {"script": script, **train(c, a.num_steps, Pieces(**piece))}
+    recipe = Recipe(a.batch_size, a.seq_len)
+    r = {"script": script, **train(c, recipe, a.num_steps, Pieces(**piece))}
     if a.json:
         print(json.dumps(r))
         return
     how = "captured as CUDA graphs" if r["captured"] else "not captured"
-    print(f"{script} on {r['device']}: batch {c.batch} x {c.seq_len}, {a.num_steps} steps, {how}")
+    print(f"{script} on {r['device']}: batch {recipe.batch} x {recipe.seq_len}, {a.num_steps} steps, {how}")
     print(f"Final loss: {r['loss']:.4f}, a gradient in each of {r['gradients']} parameters")
     print(f"Training speed: {r['samples_per_s']:.1f} samples/s, {r['step_ms']:.2f} ms a step")
     for part in ("forward", "backward", "optimizer"):

@@ -119,7 +119,7 @@ def test_an_optimizers_counters_are_no_waits():
         target.optimizer.step()
 
     step()
-    assert not list(SYNCS.find(Run(Target("example", model, step_with=step))))
+    assert not list(SYNCS.find(Run(Target(model, name="example", step_with=step))))
 
 
 def seen(*shape, dtype=torch.float32, device="cuda"):
@@ -237,7 +237,7 @@ class Decoder(nn.Module):
 def test_decoding_is_held_against_the_bytes_of_the_parameters_it_reads():
     model = Decoder()
     tokens = torch.zeros(2, 1, dtype=torch.long)
-    run = Run(Target("example", model, (tokens,), kind="decode"), seconds=0.01)
+    run = Run(Target(model, (tokens,), kind="decode", name="example"), seconds=0.01)
     run.__dict__.update(profile=profile(step_ms=8.0), ceilings=Ceilings(1000.0, {"float32": 1.0}))
     now, best = decoding(run)
     assert now.startswith("250 tokens/s now, 2 a step")

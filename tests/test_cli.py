@@ -308,7 +308,7 @@ def interrupt(*_, **__):
 
 
 def test_a_stopped_optimize_says_which_lock_kept_its_work(monkeypatch):
-    monkeypatch.setattr("whet.plans.tune", interrupt)
+    monkeypatch.setattr("whet.plans.Tuning", interrupt)
     monkeypatch.setattr("whet.plans.record_calls", lambda *_: [])
     result = invoke("optimize", "tiny-llama:tiny", "--lock", "my.lock")
     assert result.exit_code == 130

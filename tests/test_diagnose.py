@@ -18,10 +18,11 @@ from whet.diagnose.doctor import apply, diagnose, open_target, ordered
 from whet.diagnose.profile import Nest
 from whet.diagnose.run import Finding, Run
 from whet.diagnose.script import run_script
-from whet.diagnose.target import CannotRun, Target, loss_of, target_of
+from whet.diagnose.target import CannotRun, Target, target_of
 from whet.diagnose.watch import watch
 from whet.report import clinic_tables
 from whet.report.markdown import by_machine, merged, read
+from whet.workload import find_loss
 
 ROOT = Path(__file__).resolve().parents[1]
 
@@ -59,8 +60,8 @@ def net(optimizer=True) -> Target:
     (torch.tensor(1.0), torch.ones(3)),
 ], ids=["scalar", "dict", "attribute", "tuple"])
 def test_a_loss_is_found_however_it_is_returned(out):
-    assert loss_of(out) == 1.0
-    assert loss_of(torch.ones(3)) is None and loss_of({"logits": torch.ones(3)}) is None and loss_of(None) is None
+    assert find_loss(out) == 1.0
+    assert find_loss(torch.ones(3)) is None and find_loss({"logits": torch.ones(3)}) is None and find_loss(None) is None
 
 
 def test_a_model_without_a_loss_is_looked_at_forward_only():

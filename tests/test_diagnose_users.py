@@ -14,9 +14,10 @@ from whet.diagnose.doctor import diagnose, open_target
 from whet.diagnose.modules import tensors_in
 from whet.diagnose.profile import profiled
 from whet.diagnose.script import run_script
-from whet.diagnose.target import CannotRun, loss_of, raised, target_of
+from whet.diagnose.target import CannotRun, raised, target_of
 from whet.diagnose.tell import folded
 from whet.diagnose.watch import watch
+from whet.workload import find_loss
 
 HEAD = """
 import torch
@@ -205,7 +206,7 @@ class Out:
 def test_outputs_of_every_shape_are_looked_into():
     out = Out(torch.ones(2), torch.tensor(1.0))
     assert len(list(tensors_in([{"a": out}, (out,)]))) == 4 and not list(tensors_in(Out))
-    assert loss_of((torch.ones(2), torch.tensor(1.0))) == 1.0 and loss_of((torch.ones(2), None)) is None
+    assert find_loss((torch.ones(2), torch.tensor(1.0))) == 1.0 and find_loss((torch.ones(2), None)) is None
 
 
 def test_a_loader_is_a_batch_too_and_sparse_gradients_are_read():

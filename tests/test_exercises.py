@@ -22,7 +22,7 @@ from whet.verify import judge
 
 TINY = dict(batch_size=2, seq_len=32, num_steps=3, hidden_dim=64, num_layers=2, num_heads=4)
 FLAGS = [word for name, value in TINY.items() for word in (f"--{name.replace('_', '-')}", str(value))]
-SMALL = Config(hidden=64, layers=2, seq_len=16, batch=2, heads=4, kv_heads=2)
+SMALL = Config(hidden=64, layers=2, heads=4, kv_heads=2)
 LN_VOCAB = math.log(Config().vocab)
 EVERY_STAGE = pytest.mark.parametrize("number", exercise.STAGES)
 REPLACES = {1: "init_weights", 2: "attend", 3: "timer", 4: "swiglu"}

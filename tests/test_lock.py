@@ -144,7 +144,8 @@ def test_where_nothing_could_be_timed_that_is_decided_once(path, monkeypatch):
     monkeypatch.setattr("whet.worker.Worker.ask", lambda *_, **__: dict(refused))
     tune([(call(), 1)], Lock.read(path), modes=("eager",))
     monkeypatch.setattr("whet.worker.Worker.ask", lambda *_, **__: pytest.fail("it was tuned again"))
-    assert tune([(call(), 1)], Lock.read(path), modes=("eager",))["eager"].table == {call().key: discover()["rms_norm"].stock}
+    found = tune([(call(), 1)], Lock.read(path), modes=("eager",))
+    assert found.choices["eager"].table == {call().key: discover()["rms_norm"].stock}
 
 
 def test_a_lock_of_an_older_format_is_tuned_again(path, said):

@@ -10,11 +10,13 @@ import torch
 
 from whet import models
 from whet.choices import Choices
+from whet.models import Recipe
 from whet.models.tiny_llama import MODEL, VARIANTS, Block, Config, TinyLlama, adapt, batch, canonical, main, train
 from whet.plans import oracle
 from whet.verify import judge
 
-SMALL = Config(hidden=64, layers=2, seq_len=16, batch=2, heads=4, kv_heads=2, vocab=97)
+SMALL = Config(hidden=64, layers=2, heads=4, kv_heads=2, vocab=97)
+RECIPE = Recipe(batch=2, seq_len=16)
 ONE_HEAD_EACH = replace(SMALL, kv_heads=4)  # no grouping
 variants = pytest.mark.parametrize("variant", VARIANTS)
 
@@ -41,7 +43,7 @@ def built(c: Config, variant: str, plain: dict, device: str, ops: Choices | None
 
 
 def evidence(model: TinyLlama, device: str) -> dict[str, torch.Tensor]:
-    loss = model(**batch(model.c, device))
+    loss = model(**batch(model.c, RECIPE, device))
     loss.backward()
     grads = canonical(model.c, {n: p.grad for n, p in model.named_parameters() if p.grad is not None})
     return {"output loss": loss.detach()} | {f"grad {n}": g for n, g in grads.items()}
@@ -51,7 +53,7 @@ def evidence(model: TinyLlama, device: str) -> dict[str, torch.Tensor]:
 @pytest.mark.parametrize("variant, impl", [("v1", "eager"), ("v2", None), ("v3", "eager"), ("v3", None), ("v3", "triton")])
 def test_variants_are_one_function_with_one_set_of_gradients(c, variant, impl, device):
     plain = weights(c)
-    truth = oracle(MODEL, c, {n: t.to(device) for n, t in plain.items()}, device)
+    truth = oracle(MODEL, c, RECIPE, {n: t.to(device) for n, t in plain.items()}, device)
     eager = evidence(built(c, "v1", plain, device), device)
     actual = evidence(built(c, variant, plain, device, Choices(default=impl)), device)
     assert set(actual) == set(truth) == set(eager)
@@ -62,7 +64,7 @@ def test_variants_are_one_function_with_one_set_of_gradients(c, variant, impl, d
 
 def test_the_comparison_would_see_a_single_scaled_norm(device):
     plain = weights(SMALL)
-    truth = oracle(MODEL, SMALL, {n: t.to(device) for n, t in plain.items()}, device)
+    truth = oracle(MODEL, SMALL, RECIPE, {n: t.to(device) for n, t in plain.items()}, device)
     eager = evidence(built(SMALL, "v1", plain, device), device)
     off = evidence(built(SMALL, "v3", plain | {"blocks.1.norm2": plain["blocks.1.norm2"] * 1.001}, device), device)
     assert not judge(off, eager, truth).ok
@@ -86,27 +88,27 @@ def test_every_variant_starts_from_the_same_weights():
 
 @variants
 def test_initial_loss_is_that_of_a_guess(variant, device):
-    for c in (SMALL, Config(layers=2, seq_len=32, batch=2)):
+    for c, recipe in ((SMALL, RECIPE), (Config(layers=2), Recipe(batch=2, seq_len=32))):
         with torch.no_grad():
-            loss = TinyLlama(c, variant).to(device)(**batch(c, device)).item()
+            loss = TinyLlama(c, variant).to(device)(**batch(c, recipe, device)).item()
         assert abs(loss - math.log(c.vocab)) < 0.3
 
 
 def test_labels_are_the_tokens_shifted_exactly_once():
-    data = batch(SMALL, "cpu")
-    assert data["tokens"].shape == data["labels"].shape == (SMALL.batch, SMALL.seq_len)
+    data = batch(SMALL, RECIPE, "cpu")
+    assert data["tokens"].shape == data["labels"].shape == (RECIPE.batch, RECIPE.seq_len)
     assert torch.equal(data["labels"][:, :-1], data["tokens"][:, 1:])
     assert data["tokens"].min() >= 0 and data["labels"].max() < SMALL.vocab
-    assert torch.equal(data["tokens"], batch(SMALL, "cpu")["tokens"]), "the same step must give the same batch"
-    assert not torch.equal(data["tokens"], batch(SMALL, "cpu", step=1)["tokens"])
+    assert torch.equal(data["tokens"], batch(SMALL, RECIPE, "cpu")["tokens"]), "the same step must give the same batch"
+    assert not torch.equal(data["tokens"], batch(SMALL, RECIPE, "cpu", step=1)["tokens"])
 
 
 def test_the_future_is_masked(device):
     """A later token changes no earlier position: the loss over the first half depends on the first half alone."""
     for variant in VARIANTS:
         model = TinyLlama(SMALL, variant).to(device)
-        data = batch(SMALL, device)
-        half = SMALL.seq_len // 2
+        data = batch(SMALL, RECIPE, device)
+        half = RECIPE.seq_len // 2
         data["labels"][:, half:] = -100
         loss = model(**data)
         data["tokens"][:, half:] = (data["tokens"][:, half:] + 1) % SMALL.vocab
@@ -116,17 +118,17 @@ def test_the_future_is_masked(device):
 @variants
 def test_every_parameter_has_a_gradient(variant, device):
     model = TinyLlama(SMALL, variant).to(device)
-    model(**batch(SMALL, device)).backward()
+    model(**batch(SMALL, RECIPE, device)).backward()
     dead = [n for n, p in model.named_parameters() if p.grad is None or not p.grad.any() or not torch.isfinite(p.grad).all()]
     assert not dead
 
 
 @pytest.mark.parametrize("variant", ["v1", "v3"])
 def test_the_made_up_language_is_learned(variant, device):
-    c = replace(SMALL, batch=16, lr=1e-2)
-    first = train(c, variant, 1, device)["loss"]
-    last = train(c, variant, 60, device)["loss"]
-    assert first > math.log(c.vocab) - 0.3
+    recipe = replace(RECIPE, batch=16, lr=1e-2)
+    first = train(SMALL, recipe, variant, 1, device)["loss"]
+    last = train(SMALL, recipe, variant, 60, device)["loss"]
+    assert first > math.log(SMALL.vocab) - 0.3
     assert last < first - 0.8
 
 
@@ -142,7 +144,7 @@ def test_training_stops_with_the_name_of_a_parameter_without_gradient(method, cu
     original = getattr(Block, method)
     monkeypatch.setattr(Block, method, lambda self, *args: original(self, *cut(*args)))
     with pytest.raises(RuntimeError, match=rf"tiny-llama\[v2\]: no gradient reaches .*{name}.* in all"):
-        train(SMALL, "v2", 2, device)
+        train(SMALL, RECIPE, "v2", 2, device)
 
 
 @pytest.mark.parametrize(
@@ -154,8 +156,8 @@ def test_training_stops_with_the_name_of_a_parameter_without_gradient(method, cu
         (lambda: TinyLlama(replace(SMALL, heads=5)), "hidden 64 must split into 5 heads"),
         (lambda: TinyLlama(replace(SMALL, heads=0)), "hidden 64 must split into 0 heads"),
         (lambda: TinyLlama(replace(SMALL, kv_heads=3)), "into 3 groups"),
-        (lambda: train(SMALL, "v1", 0, "cpu"), "steps must be at least 1, got 0"),
-        (lambda: train(replace(SMALL, batch=0), "v1", 1, "cpu"), "batch must be at least 1, got 0"),
+        (lambda: train(SMALL, RECIPE, "v1", 0, "cpu"), "steps must be at least 1, got 0"),
+        (lambda: train(SMALL, replace(RECIPE, batch=0), "v1", 1, "cpu"), "batch must be at least 1, got 0"),
     ],
     ids=["model", "size", "variant", "heads", "no-heads", "groups", "steps", "batch"],
 )
@@ -167,7 +169,7 @@ def test_errors_name_the_argument_and_the_choices(make, said):
 def test_sizes_are_found_by_name_and_the_first_is_the_default():
     assert models.find("tiny-llama") == (MODEL, "small") == models.find("tiny-llama:small")
     c = MODEL.sizes["tiny"]
-    assert (c.hidden, c.layers, c.seq_len, c.batch, c.heads, c.kv_heads, c.vocab) == (256, 4, 128, 8, 8, 4, 1000)
+    assert (c.hidden, c.layers, c.heads, c.kv_heads, c.vocab) == (256, 4, 8, 4, 1000)
 
 
 def test_the_script_prints_every_summary_line():

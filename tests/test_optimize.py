@@ -14,13 +14,16 @@ import whet.plans
 from whet import models
 from whet.choices import Choices
 from whet.lock import Lock
-from whet.models.tiny_llama import MODEL, SIZES, Config
+from whet.models import Recipe
+from whet.models.tiny_llama import MODEL, RECIPES, SIZES, Config
 from whet.op import Impl, discover
-from whet.plans import BEFORE, PRECISIONS, Plan, Runner, best_plan, plans, precision_set, record_calls
+from whet.plans import BEFORE, PRECISIONS, Plan, PlanRunner, best_plan, plans, record_calls
 from whet.race import NOISY
 from whet.verify import Verdict
+from whet.workload import in_precision
 
-SMALL = Config(hidden=32, layers=1, seq_len=8, batch=2, heads=2, kv_heads=1, vocab=31)
+SMALL = Config(hidden=32, layers=1, heads=2, kv_heads=1, vocab=31)
+RECIPE = Recipe(batch=2, seq_len=8)
 TARGET = "tiny-llama:test"
 OPS = {"rms_norm", "add_rms_norm", "rope", "swiglu", "linear_cross_entropy"}
 
@@ -29,6 +32,7 @@ OPS = {"rms_norm", "add_rms_norm", "rope", "swiglu", "linear_cross_entropy"}
 def few_candidates(patch: pytest.MonkeyPatch):
     """The tiny model, and no torch.compile of single ops: whole plans are compiled anyway."""
     patch.setitem(SIZES, "test", SMALL)
+    patch.setitem(RECIPES, "test", RECIPE)
     with without("compile", "liger"):
         yield
 
@@ -46,6 +50,7 @@ def first(tmp_path_factory):
 def small(monkeypatch):
     """The tiny model with its plans that need no compilation."""
     monkeypatch.setitem(SIZES, "test", SMALL)
+    monkeypatch.setitem(RECIPES, "test", RECIPE)
     monkeypatch.setattr(whet.plans, "plans", lambda model: [p for p in plans(model) if not p.compiled])
 
 
@@ -77,7 +82,7 @@ def test_every_plan_is_in_the_result_timed_or_with_its_reason(first):
         assert plan["ok"] or plan["why"], plan
         if plan["ok"]:
             assert plan["low"] <= plan["ms"] <= plan["high"] and plan["samples"] >= 3
-            assert plan["samples_per_s"] == pytest.approx(SMALL.batch / plan["ms"] * 1e3, rel=0.01)
+            assert plan["samples_per_s"] == pytest.approx(RECIPE.batch / plan["ms"] * 1e3, rel=0.01)
             assert plan["vs_best_low"] <= plan["vs_best"] <= plan["vs_best_high"] and plan["speedup"] > 0
         if plan["ok"] and plan["name"] != BEFORE:
             assert 0 <= plan["share"] <= 1 and plan["before_ms"] > 0
@@ -134,21 +139,21 @@ def test_a_second_run_comes_from_the_lock_and_runs_nothing(first, small, monkeyp
 @pytest.mark.parametrize("how", ["again", "config", "precision"])
 def test_plans_are_measured_anew_when_asked_or_when_they_do_not_apply(how, first, small, monkeypatch):
     monkeypatch.setattr(whet.plans, "Trial", stop)
-    monkeypatch.setattr(whet.plans, "tune", lambda *_, **__: {})
+    monkeypatch.setattr(whet.plans, "Tuning", lambda *_, **__: pytest.fail("calls were tuned"))
     if how == "config":
-        monkeypatch.setitem(SIZES, "test", replace(SMALL, seed=7))
+        monkeypatch.setitem(RECIPES, "test", replace(RECIPE, seed=7))
     with pytest.raises(Reached):
         best_plan(TARGET, Lock.read(first[1]), precision="tf32" if how == "precision" else "float32", again=how == "again")
 
 
 def test_a_plan_that_raises_loses_its_candidacy_with_the_reason(small, tuned, monkeypatch):
-    class Failing(Runner):
-        def __init__(self, model, config, plan, *rest):
+    class Failing(PlanRunner):
+        def __init__(self, trial, plan, *rest):
             if plan.choices == "tuned":
                 raise RuntimeError("CUDA error: an illegal memory access\nand a long trace")
-            super().__init__(model, config, plan, *rest)
+            super().__init__(trial, plan, *rest)
 
-    monkeypatch.setattr(whet.plans, "Runner", Failing)
+    monkeypatch.setattr(whet.plans, "PlanRunner", Failing)
     result = best_plan(TARGET, tuned, seconds=0.02)
     lost = named(result)["eager + choices"]
     assert not lost["ok"] and "ms" not in lost
@@ -205,14 +210,14 @@ def test_a_lock_that_cannot_be_written_costs_one_line(small, tuned, tmp_path, ca
 
 @pytest.mark.parametrize("name, value", [("blocks.0.norm1", float("nan")), ("embed.weight", float("inf"))])
 def test_broken_weights_are_named_before_anything_is_tuned(name, value, small, monkeypatch):
-    def build(*args):
-        module = MODEL.build(*args)
+    def build(*args, **options):
+        module = MODEL.build(*args, **options)
         with torch.no_grad():
             dict(module.named_parameters())[name].view(-1)[3] = value
         return module
 
     monkeypatch.setattr(models, "discover", lambda: {"tiny-llama": replace(MODEL, build=build)})
-    monkeypatch.setattr(whet.plans, "tune", stop)
+    monkeypatch.setattr(whet.plans, "Tuning", stop)
     with pytest.raises(ValueError, match=f"tiny-llama: parameter {name} has NaN or infinite values"):
         best_plan(TARGET, Lock())
 
@@ -228,8 +233,7 @@ def test_wrong_arguments_are_answered_with_the_choices():
 
 def test_calls_are_recorded_at_the_precision_asked_for(device):
     def dtypes(precision):
-        with precision_set(precision, device):
-            calls = record_calls(MODEL, SMALL, device)
+        calls = record_calls(MODEL, SMALL, RECIPE, device, precision)
         assert {call.op for call, _ in calls} == OPS and all(call.grad for call, _ in calls)
         return {call.op: call.dtype for call, _ in calls}
 
@@ -241,7 +245,7 @@ def test_calls_are_recorded_at_the_precision_asked_for(device):
 @pytest.mark.parametrize("precision", PRECISIONS)
 def test_precision_ends_with_its_block(precision, device):
     before = torch.get_float32_matmul_precision()
-    with contextlib.suppress(Reached), precision_set(precision, device):
+    with contextlib.suppress(Reached), in_precision(precision, device):
         assert torch.is_autocast_enabled(device) == (precision == "bfloat16")
         assert torch.get_float32_matmul_precision() == ("high" if precision == "tf32" else "highest")
         raise Reached
@@ -285,15 +289,15 @@ class Replay:
 def test_every_plan_is_tried_under_a_graph_too_and_a_compiled_one_is_built_once(monkeypatch):
     built = []
 
-    class Counted(Runner):
-        def __init__(self, model, config, plan, *rest):
+    class Counted(PlanRunner):
+        def __init__(self, trial, plan, *rest):
             built.append(plan.name)
-            super().__init__(model, config, plan, *rest)
+            super().__init__(trial, plan, *rest)
 
-    monkeypatch.setattr(whet.plans, "Runner", Counted)
+    monkeypatch.setattr(whet.plans, "PlanRunner", Counted)
     monkeypatch.setattr(whet.plans, "Graph", Replay)
     monkeypatch.setattr(torch, "compile", lambda module, **_: module)
-    trial = whet.plans.Trial(MODEL, SMALL, "float32", 0.02)
+    trial = whet.plans.Trial(MODEL, SMALL, RECIPE, "float32", 0.02)
     trial.graphs, trial.choices = True, {mode: Choices() for mode in ("eager", "graph", "compile")}
     todo = plans(MODEL)
     trial.prepare_early(todo)
@@ -319,7 +323,7 @@ def test_a_plan_that_cannot_be_captured_keeps_its_uncaptured_result(monkeypatch)
 
     monkeypatch.setattr(whet.plans, "Graph", refuse)
     monkeypatch.setattr(torch, "compile", lambda module, **_: module)
-    trial = whet.plans.Trial(MODEL, SMALL, "float32", 0.02)
+    trial = whet.plans.Trial(MODEL, SMALL, RECIPE, "float32", 0.02)
     trial.graphs = True
     for plan in [p for p in plans(MODEL) if p.choices == "stock"]:
         trial.run(plan)

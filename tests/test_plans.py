@@ -27,7 +27,7 @@ class Held(Trial):
     """Plans without a model: each takes a given time, and memory holds so many of them beside the plain one."""
 
     def __init__(self, most: int = 99):
-        self.config, self.seconds, self.most = MODEL.sizes["tiny"], 0.02, most
+        self.config, self.recipe, self.seconds, self.most = MODEL.sizes["tiny"], MODEL.recipes["tiny"], 0.02, most
         self.results, self.entered, self.heats, self.wrong = {}, {}, [], set()
         self.before_result = {"name": BEFORE, "ok": True, "why": "", "speedup": 1.0}
         self.before = type("Step", (), {"step": staticmethod(lambda: None)})
@@ -61,7 +61,7 @@ def raced(monkeypatch, ms: dict[str, float], most: int = 99, speed: tuple[float,
     for name in ms:
         trial.run(Plan(name, "v", "stock"))
     trial.heat()
-    return conclude("x", None, trial, [])
+    return conclude("x", trial, [])
 
 
 def test_within_a_tie_the_simpler_plan_is_kept(monkeypatch):
@@ -89,7 +89,7 @@ def test_where_noise_leaves_it_open_the_model_stays_as_it_was(monkeypatch):
     trial = Held()
     trial.enter("eager")
     trial.heat()
-    done = conclude("x", None, trial, [])
+    done = conclude("x", trial, [])
     assert done["chosen"] == BEFORE and done["why"] == f"{NOISY}: kept {BEFORE}" and done["speedup"] == 1.0
     assert done["busy"] == "times vary by 90%"
 

@@ -10,13 +10,15 @@ import torch
 from whet import models
 from whet.choices import Choices
 from whet.decode.load import open_model
+from whet.models import Recipe
 from whet.models._rotary import frequencies
 from whet.models.qwen3 import FAMILIES, MODEL, SIZES, VARIANTS, Config, Qwen3, random_weights
 from whet.plans import oracle
 from whet.verify import judge
 
+RECIPE = Recipe(batch=2, seq_len=12)
 SMALL = replace(
-    SIZES["tiny"], vocab=99, hidden=64, heads=4, kv_heads=2, head_dim=32, ffn=96, max_positions=128, batch=2, seq_len=12
+    SIZES["tiny"], vocab=99, hidden=64, heads=4, kv_heads=2, head_dim=32, ffn=96, max_positions=128
 )
 SHAPE = dict(
     vocab_size=99, hidden_size=64, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2, head_dim=32,
@@ -165,12 +167,12 @@ def test_variants_are_one_function_with_one_set_of_gradients(variant, device):
     c = replace(SMALL, window=7, qkv_bias=True, tied=variant != "stock")
 
     def evidence(model):
-        loss = model(**MODEL.batch(c, device))
+        loss = model(**MODEL.batch(c, RECIPE, device))
         loss.backward()
         return {"output loss": loss.detach()} | {f"grad {n}": p.grad for n, p in model.named_parameters()}
 
     start = random_weights(c, device=device)
-    truth = oracle(MODEL, c, dict(start.named_parameters()), device)
+    truth = oracle(MODEL, c, RECIPE, dict(start.named_parameters()), device)
     actual, eager = (evidence(random_weights(c, v, device=device)) for v in (variant, "plain"))
     verdict = judge(actual, eager, truth)
     assert verdict.ok, verdict.why

@@ -31,7 +31,7 @@ def test_results_are_saved_and_a_second_run_starts_no_process(tmp_path, monkeypa
     stored = json.loads(path.read_text())
     assert stored["format"] == FORMAT and entry(Lock.read(path))["count"] == 3
     monkeypatch.setattr("whet.worker.Worker.start", lambda self: pytest.fail("a process was started"))
-    choices = tune([(CALL, 3)], Lock.read(path), modes=("eager",))
+    choices = tune([(CALL, 3)], Lock.read(path), modes=("eager",)).choices
     assert choices["eager"].table == {CALL.key: "eager"}
 
 
@@ -107,7 +107,7 @@ def _rank(rank: int, port: int, folder: str) -> None:
     lock = Lock(Path(folder) / f"{rank}.lock")
     if rank == 0:
         lock.calls[f"{CALL.key} @ eager"] = {"call": {}, "candidates": {}, "chosen": "torch"}
-    chosen = tune([(CALL, 1)], lock, modes=("eager",))["eager"].table
+    chosen = tune([(CALL, 1)], lock, modes=("eager",)).choices["eager"].table
     (Path(folder) / f"{rank}.json").write_text(json.dumps(chosen))
     torch.distributed.destroy_process_group()
 

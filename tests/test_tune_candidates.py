@@ -24,7 +24,7 @@ def tuned(tmp_path_factory):
         patch.setenv("WHET_PLANT", "tiles")
         OP.impls.update(planted_tiles.impls(OP))
         made = tune([(CALL, 1)], Lock(path), modes=("eager",), seconds=0.02, preload=str(Path(planted_tiles.__file__)))
-    return Lock.read(path), made
+    return Lock.read(path), made.choices
 
 
 def entry(lock: Lock) -> dict:

@@ -58,8 +58,7 @@ def _benchmark(what: str, call: Call, mode: str | None, lock: Lock | None) -> di
     op, lock = discover()[call.op], lock if lock is not None else Lock()
     # Every option spelled out, as a recorded call has them: what is saved in a lock is then found by impl="auto".
     call = replace(call, case=op.case_of(**op.inputs(dtype=DTYPES[call.dtype], device="meta", **call.case)))
-    tune([(call, 1)], lock, modes=(mode,), bucket=False)
-    entry = lock.calls[f"{call.key} @ {mode}"]
+    (entry,) = tune([(call, 1)], lock, modes=(mode,), bucket=False).entries.values()
     candidates: dict[str, dict] = entry["candidates"]
     stock = {n: c["ms"] for n, c in candidates.items() if n in ("eager", "torch") and "ms" in c}
     kernel = candidates[entry["chosen"] if ours(entry["chosen"]) else "triton"]

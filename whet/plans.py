@@ -13,20 +13,19 @@ from dataclasses import asdict, dataclass, replace
 
 import torch
 
-from whet.choices import Choices, Recorder
+from whet.choices import Choices
 from whet.graphs import Graph
 from whet.lock import Lock
 from whet.machine import commit
 from whet.measure import Race, memory_allocated, now, race
-from whet.models import Model, find
-from whet.op import Call, discover
+from whet.models import Model, Recipe, find
+from whet.op import Call
 from whet.race import Outcome, Ratio, decide, paired, through
 from whet.torch_ops import own_code
-from whet.tune import forget, modes_here, reduced_note, save_plans, tune
+from whet.tune import Tuning, entries_of, forget, modes_here, reduced_note, save_plans
 from whet.verify import judge
+from whet.workload import PRECISIONS, ROUNDING, Workload
 
-STEPS = {"float32": None, "tf32": 2.0**-10, "bfloat16": torch.finfo(torch.bfloat16).eps}  # a matmul operand's rounding step
-PRECISIONS = tuple(STEPS)
 BEFORE = "before: plain eager"
 OUT_OF_MEMORY = "out of memory"
 ROOM = 1.2  # times the most memory that a plan took: what must be free for the next one beside those that wait for the race
@@ -52,84 +51,60 @@ def plans(model: Model) -> list[Plan]:
     return plain + [Plan(p.name.replace("eager", "torch.compile"), p.variant, p.choices, compiled=True) for p in plain]
 
 
-def record_calls(model: Model, config, device: str) -> list[tuple[Call, int]]:
-    """One training forward with every op watched. Only shapes matter, so precision and values do not."""
-    recorder = Recorder()
-    module = model.build(config, model.tuned, recorder).to(device)
-    if bad := [n for n, p in module.named_parameters() if not torch.isfinite(p).all()]:
+def record_calls(model: Model, config, recipe: Recipe, device: str, precision: str) -> list[tuple[Call, int]]:
+    """The calls of one training forward."""
+    module = model.build(config, model.tuned, Choices()).to(device)
+    work = Workload(module, (), model.batch(config, recipe, device), precision=precision)
+    if bad := [n for n, p in work.model.named_parameters() if not torch.isfinite(p).all()]:
         raise ValueError(f"{model.name}: parameter {bad[0]} has NaN or infinite values ({len(bad)} such); fix them first")
-    module(**model.batch(config, device))
-    return list(recorder.calls.values())
+    return work.calls()
 
 
-@contextlib.contextmanager
-def precision_set(precision: str, device: str) -> Iterator[None]:
-    """float32 as it stands, TF32 matmuls, or bfloat16 autocast. Never chosen for the user: only what was asked."""
-    before = torch.get_float32_matmul_precision()
-    torch.set_float32_matmul_precision("high" if precision == "tf32" else "highest")
-    try:
-        with torch.autocast(device, torch.bfloat16, enabled=precision == "bfloat16"):
-            yield
-    finally:
-        torch.set_float32_matmul_precision(before)
-
-
-class Runner:
+class PlanRunner:
     """One plan made real: a model with the given weights, its optimizer, and a step to call."""
 
-    def __init__(self, model: Model, config, plan: Plan, choices: Choices, weights: dict, device: str, precision: str):
-        self.model, self.config, self.device, self.precision = model, config, device, precision
-        self.weights = model.adapt(config, plan.variant, weights)
-        self.module = model.build(config, plan.variant, choices).to(device)
-        self.restore()
-        self.data = model.batch(config, device)
+    def __init__(self, trial: "Trial", plan: Plan, choices: Choices, precision: str):
+        self.trial, device = trial, trial.device
+        self.weights = trial.model.adapt(trial.config, plan.variant, trial.weights)
+        module = trial.model.build(trial.config, plan.variant, choices).to(device)
         before = plan.name == BEFORE
-        self.optimizer = torch.optim.AdamW(
-            self.module.parameters(), lr=config.lr, fused=None if before else True, capturable=not before and device == "cuda"
+        how: dict = dict(fused=None if before else True, capturable=not before and device == "cuda")
+        self.work = Workload(
+            module, (), trial.model.batch(trial.config, trial.recipe, device), precision=precision,
+            optimizer=torch.optim.AdamW(module.parameters(), lr=trial.recipe.lr, **how),
+            run=torch.compile(own_code(module.forward), dynamic=False) if plan.compiled else None,
         )
-        self.forward = torch.compile(own_code(self.module.forward), dynamic=False) if plan.compiled else self.module
-        self.step: Callable = self.one_step
+        self.restore()
+        self.step: Callable = self.work.step
         if plan.graph:
             self.capture()
 
     def capture(self) -> None:
         """From now on a step is the replay of one CUDA graph: forward, backward and optimizer."""
-        self.step = Graph(self.one_step)
-
-    def one_step(self) -> torch.Tensor:
-        self.optimizer.zero_grad(set_to_none=True)
-        with precision_set(self.precision, self.device):
-            loss = self.forward(**self.data)
-            loss.backward()
-        self.optimizer.step()
-        return loss.detach()
+        self.step = Graph(self.work.step)
 
     @torch.no_grad()
     def restore(self) -> None:
-        for name, p in self.module.named_parameters():
+        for name, p in self.work.model.named_parameters():
             p.copy_(self.weights[name])
 
     def evidence(self) -> dict[str, torch.Tensor]:
         """Loss and every gradient of one step from the given weights, under the plain variant's names."""
         self.restore()
         loss = self.step()
-        grads = {n: p.grad for n, p in self.module.named_parameters() if p.grad is not None}
-        plain = self.model.canonical(self.config, grads)
+        plain = self.trial.model.canonical(self.trial.config, self.work.gradients())
         found = {"output loss": loss.clone()} | {f"grad {n}": g.clone() for n, g in plain.items()}
         self.restore()
         return found
 
 
-def oracle(model: Model, config, weights: dict, device: str) -> dict[str, torch.Tensor]:
+def oracle(model: Model, config, recipe: Recipe, weights: dict, device: str) -> dict[str, torch.Tensor]:
     """Loss and gradients of the plain variant in float64."""
     module = model.build(config, model.plain, Choices(default="eager")).to(device)
     with torch.no_grad():
         for name, p in module.named_parameters():
             p.copy_(weights[name])
-    module = module.double()
-    loss = module(**model.batch(config, device))
-    loss.backward()
-    return {"output loss": loss.detach()} | {f"grad {n}": p.grad for n, p in module.named_parameters() if p.grad is not None}
+    return Workload(module.double(), (), model.batch(config, recipe, device)).evidence()
 
 
 @contextlib.contextmanager
@@ -171,19 +146,19 @@ def _named(name: str, step: Callable) -> Callable:
 class Trial:
     """All plans of one model: each built and verified, then raced together."""
 
-    def __init__(self, model: Model, config, precision: str, seconds: float):
-        self.model, self.config, self.precision, self.seconds = model, config, precision, seconds
+    def __init__(self, model: Model, config, recipe: Recipe, precision: str, seconds: float):
+        self.model, self.config, self.recipe, self.precision, self.seconds = model, config, recipe, precision, seconds
         self.device = "cuda" if torch.cuda.is_available() else "cpu"
         self.graphs = self.device == "cuda"
         self.choices: dict[str, Choices] = {}
-        self.ready: dict[str, tuple[dict, Runner | None, int]] = {}
+        self.ready: dict[str, tuple[dict, PlanRunner | None, int]] = {}
         self.results: dict[str, dict] = {}
         self.entered: dict[str, Callable] = {}  # the steps of verified plans that wait in memory for the race
         self.heats: list[Race] = []
         self.wrong: set[str] = set()  # plans that failed their check
-        plain = model.build(config, model.plain, Choices(default="eager"))
+        plain = model.build(config, model.plain, Choices(default="eager"), seed=recipe.seed)
         self.weights = {n: p.detach().to(self.device) for n, p in plain.named_parameters()}
-        self.truth = oracle(model, config, self.weights, self.device)
+        self.truth = oracle(model, config, recipe, self.weights, self.device)
         before = Plan(BEFORE, model.plain, "eager")
         self.eager = self.runner(before).evidence()  # the error that eager itself makes at this precision: the budget
         self.before_result: dict = {"name": BEFORE, "ok": True, "why": "", "speedup": 1.0}
@@ -193,10 +168,10 @@ class Trial:
             self.before.step()
             self.before.step()
 
-    def runner(self, plan: Plan, precision: str | None = None) -> Runner:
+    def runner(self, plan: Plan, precision: str | None = None) -> PlanRunner:
         fixed = {"eager": Choices(default="eager"), "stock": Choices()}
         choices = fixed.get(plan.choices) or self.choices[plan.mode]
-        return Runner(self.model, self.config, plan, choices, self.weights, self.device, precision or self.precision)
+        return PlanRunner(self, plan, choices, precision or self.precision)
 
     def run(self, plan: Plan) -> None:
         """Build and verify the plan; where memory is short, first race those that wait in it, and let them go."""
@@ -225,7 +200,9 @@ class Trial:
         free = torch.cuda.mem_get_info()[0] + torch.cuda.memory_reserved() - torch.cuda.memory_allocated()
         return free > ROOM * max((r.get("peak_mb", 0.0) for r in self.results.values()), default=0.0) * 1e6
 
-    def prepare(self, plan: Plan, runner: Runner | None = None, origin: int | None = None) -> tuple[dict, Runner | None, int]:
+    def prepare(
+        self, plan: Plan, runner: PlanRunner | None = None, origin: int | None = None
+    ) -> tuple[dict, PlanRunner | None, int]:
         """Build (or capture), compile and warm up: the part of a plan that may be done while others use the GPU."""
         gc.collect()
         result: dict = {"name": plan.name, "ok": False, "why": ""} | {k: v for k, v in asdict(plan).items() if k != "name"}
@@ -249,13 +226,13 @@ class Trial:
             if plan.compiled and plan.choices != "tuned":
                 self.ready[plan.name] = self.prepare(plan)
 
-    def finish(self, result: dict, runner: Runner | None) -> dict:
+    def finish(self, result: dict, runner: PlanRunner | None) -> dict:
         """Verify, then enter for the race. A plan that fails keeps its reason and loses its candidacy."""
         self.results[result["name"]] = result
         if runner is None:
             return result
         try:
-            verdict = judge(self._complete(runner.evidence()), self.eager, self.truth, STEPS[self.precision])
+            verdict = judge(self._complete(runner.evidence()), self.eager, self.truth, ROUNDING[self.precision])
             result |= {"ok": verdict.ok, "why": verdict.why, "share": round(verdict.share, 4)}
             if verdict.ok:
                 self.entered[result["name"]] = runner.step
@@ -290,7 +267,7 @@ class Trial:
         for name, t in raced.timings.items():
             result = self.before_result if name == BEFORE else self.results[name]
             result |= {k: v for k, v in t.as_dict().items() if k != "peak_mib"}
-            result["samples_per_s"] = round(self.config.batch / t.ms * 1e3, 1)
+            result["samples_per_s"] = round(self.recipe.batch / t.ms * 1e3, 1)
             if name != BEFORE:
                 gain = paired(raced.times[BEFORE], raced.times[name])
                 result |= {"before_ms": round(before.ms, 4), "speedup": round(gain.value, 4)}
@@ -325,36 +302,37 @@ def best_plan(
     if precision not in PRECISIONS:
         raise ValueError(f"optimize: precision must be one of {PRECISIONS}, got {precision!r}")
     model, size = find(target)
-    config, lock = model.sizes[size], lock or Lock.read()
+    config, recipe, lock = model.sizes[size], model.recipes[size], lock or Lock.read()
     key = f"{model.name}:{size} {precision}"
     known = lock.plans.get(key)
-    if known and not again and known["config"] == repr(config):
-        return known | {"from_lock": True, "entries": _entries(lock, known["calls"])}
+    if known and not again and known["config"] == f"{config} {recipe}":
+        entries = entries_of(lock, [Call(**item["call"]) for item in known["calls"]])
+        return known | {"from_lock": True, "entries": list(entries.values())}
     started = now()
     device = "cuda" if torch.cuda.is_available() else "cpu"
     progress("recording calls", 0, 1)
-    with precision_set(precision, device):
-        calls = record_calls(model, config, device)
+    calls = record_calls(model, config, recipe, device, precision)
     recorded = now()
-    trial, todo = Trial(model, config, precision, seconds), plans(model)
-    trial.choices = tune(calls, lock, progress=progress, seconds=0.1, meanwhile=lambda: trial.prepare_early(todo))
-    tuned = now()
+    trial, todo = Trial(model, config, recipe, precision, seconds), plans(model)
+    with Tuning(calls, lock, progress=progress) as tuning:
+        trial.prepare_early(todo)  # while children verify candidates
+        tuned = tuning.finish(seconds=0.1)
+    trial.choices, after = tuned.choices, now()
     for i, plan in enumerate(todo):
         progress(f"plan: {plan.name}", i, len(todo) + 1)
         trial.run(plan)
     progress("plans: racing", len(todo), len(todo) + 1)
     trial.heat()
     progress("done", len(todo) + 1, len(todo) + 1)
-    result = conclude(key, config, trial, calls)
-    phases = {"record": recorded - started, "tune": tuned - recorded, "plans": now() - tuned}
+    result = conclude(key, trial, calls)
+    phases = {"record": recorded - started, "tune": after - recorded, "plans": now() - after}
     result |= {"seconds": round(now() - started, 1), "phases": {k: round(v, 1) for k, v in phases.items()}}
-    entries = _entries(lock, result["calls"])
-    forget(lock, [f"{k} @ {mode}" for k in _keys(result["calls"]) for mode in result["forgotten"]])
+    forget(lock, [key for key, entry in tuned.entries.items() if entry["mode"] in result["forgotten"]])
     save_plans(lock, key, result)
-    return result | {"from_lock": False, "entries": entries}
+    return result | {"from_lock": False, "entries": list(tuned.entries.values())}
 
 
-def conclude(key: str, config, trial: Trial, calls: list[tuple[Call, int]]) -> dict:
+def conclude(key: str, trial: Trial, calls: list[tuple[Call, int]]) -> dict:
     """The plan that the race chose, every plan with the ratio that decided, and what there is to say of them."""
     found, results = trial.outcome(), [trial.before_result, *trial.results.values()]
     for r in results:
@@ -364,7 +342,8 @@ def conclude(key: str, config, trial: Trial, calls: list[tuple[Call, int]]) -> d
     forgotten = distrusted(results, trial.wrong)
     lost = f" The choices for {' and '.join(forgotten)} mode failed in the whole model and were taken out of the lock."
     return {
-        "target": key, "config": repr(config), "plans": results, "chosen": found.chosen, "tied": found.tied, "why": found.why,
+        "target": key, "config": f"{trial.config} {trial.recipe}", "plans": results,
+        "chosen": found.chosen, "tied": found.tied, "why": found.why,
         "note": reduced_note() + (lost if forgotten else ""), "commit": commit(), "forgotten": forgotten,
         "speedup": next(r.get("speedup", 1.0) for r in results if r["name"] == found.chosen),
         "calls": [{"call": asdict(call), "count": count} for call, count in calls],
@@ -385,13 +364,3 @@ def distrusted(results: list[dict], wrong: Collection[str]) -> list[str]:
 def _mode(result: dict) -> str:
     """The mode in which the choices of a plan were made."""
     return modes_here()[-1] if result["compiled"] else "graph" if result["graph"] else "eager"
-
-
-def _keys(calls: list[dict]) -> list[str]:
-    ops = discover()
-    return list({(c := Call(**item["call"])).bucketed(ops[c.op]).key: None for item in calls})
-
-
-def _entries(lock: Lock, calls: list[dict]) -> list[dict]:
-    """The lock's entries for these calls, each mode: what the proof table shows."""
-    return [lock.calls[f"{k} @ {m}"] for k in _keys(calls) for m in modes_here() if f"{k} @ {m}" in lock.calls]

@@ -5,7 +5,7 @@ import functools
 import os
 import threading
 from collections.abc import Callable, Iterable
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
 
 import torch
 
@@ -27,6 +27,14 @@ def modes_here() -> tuple[str, ...]:
     return MODES if torch.cuda.is_available() else ("eager",)
 
 
+@dataclass(frozen=True)
+class Tuned:
+    """choices: by mode, and for "compile"; entries: the lock's, by key, of the calls that were asked for."""
+
+    choices: dict[str, Choices]
+    entries: dict[str, dict]
+
+
 def tune(
     calls: Iterable[tuple[Call, int]],
     lock: Lock,
@@ -36,30 +44,61 @@ def tune(
     limit_s: float = LIMIT_S,
     preload: str | None = None,
     bucket: bool = True,
-    meanwhile: Callable[[], None] = lambda: None,
-) -> dict[str, Choices]:
-    """Choices per mode, and for "compile", for these calls: what the lock knows is kept, the rest verified, measured, saved.
+) -> Tuned:
+    """Choices for these calls: what the lock knows is kept, the rest verified, measured, saved.
 
     calls     (call, how often) pairs, as Recorder collects them
     seconds   measuring time per candidate and call
     limit_s   time after which a candidate is given up
     preload   a Python file the child process runs first, for ops of your own
     bucket    round sizes that vary up to powers of two; a bench times exactly what it was asked
-    meanwhile run here while children verify, and done before anything is timed
     Under torch.distributed rank 0 decides and the others receive what it chose.
     """
-    modes = modes or modes_here()
-    if not _leader():
-        meanwhile()
-        return _broadcast(None)
-    work = Work(calls, lock, modes, progress, limit_s, preload, bucket)
-    with work.timer:
-        work.verify_all(meanwhile)
-        work.measure_all(seconds)
-    tables = {mode: lock.table(mode) for mode in modes}
-    # Liger's functions are not registered with torch.library: torch.compile breaks its graph at them, or fails.
-    tables["compile"] = lock.table(modes[-1], without=("liger",))
-    return _broadcast(tables)
+    with Tuning(calls, lock, modes, progress, limit_s, preload, bucket) as tuning:
+        return tuning.finish(seconds)
+
+
+def entries_of(lock: Lock, calls: Iterable[Call], modes: tuple[str, ...] | None = None) -> dict[str, dict]:
+    """The lock's entries for these calls, as they are bucketed, in each mode."""
+    ops = discover()
+    keys = [f"{call.bucketed(ops[call.op]).key} @ {mode}" for call in calls for mode in modes or modes_here()]
+    return {key: lock.calls[key] for key in keys if key in lock.calls}
+
+
+class Tuning:
+    """Tuning in two parts: from the start candidates are verified by children; finish() waits for them, then times.
+
+    Between the two the caller may do what does not disturb children, such as compiling. Takes tune's arguments.
+    """
+
+    def __init__(
+        self, calls: Iterable[tuple[Call, int]], lock: Lock, modes: tuple[str, ...] | None = None,
+        progress: Callable[[str, int, int], None] = lambda text, done, total: None, limit_s: float = LIMIT_S,
+        preload: str | None = None, bucket: bool = True,
+    ):
+        self.lock, self.modes = lock, modes or modes_here()
+        self.work = Work(calls, lock, self.modes, progress, limit_s, preload, bucket) if _leader() else None
+
+    def __enter__(self) -> "Tuning":
+        if self.work is not None:
+            self.work.start()
+        return self
+
+    def __exit__(self, *_) -> None:
+        if self.work is not None:
+            self.work.queue.clear()
+            self.work.timer.stop()
+
+    def finish(self, seconds: float = 0.25) -> Tuned:
+        """Wait until all is verified, time it, and choose."""
+        if self.work is None:
+            return Tuned(_broadcast(None), {})
+        self.work.verify_rest()
+        self.work.measure_all(seconds)
+        tables = {mode: self.lock.table(mode) for mode in self.modes}
+        # Liger's functions are not registered with torch.library: torch.compile breaks its graph at them, or fails.
+        tables["compile"] = self.lock.table(self.modes[-1], without=("liger",))
+        return Tuned(_broadcast(tables), self.work.entries())
 
 
 class Work:
@@ -83,6 +122,9 @@ class Work:
         self.done = 0
         self.names = {key: self.candidates(call) for key, call in self.calls.items() if self.open(call)}
         self.total = sum(len(self.open(self.calls[key])) * (1 + len(names)) for key, names in self.names.items())
+        self.todo = [(self.calls[key], name) for key, names in self.names.items() for name in names]
+        self.queue: collections.deque = collections.deque()
+        self.threads: list[threading.Thread] = []
 
     def entry(self, call: Call, mode: str) -> dict:
         return self.lock.calls.setdefault(f"{call.key} @ {mode}", {"call": asdict(call), "mode": mode, "candidates": {}})
@@ -110,21 +152,28 @@ class Work:
         self.done += done
         self.progress(text, self.done, self.total)
 
-    def verify_all(self, meanwhile: Callable[[], None]) -> None:
-        todo = [(self.calls[key], name) for key, names in self.names.items() for name in names]
-        todo.sort(key=lambda item: item[1] != "compile")  # the slowest first, so that none is left to one hand at the end
-        queue = collections.deque(todo)
-        hands = min(VERIFIERS, max(1, (os.cpu_count() or 1) // 2), len(todo))
-        if todo:
+    def start(self) -> None:
+        """Children begin to verify what is still open."""
+        self.todo.sort(key=lambda item: item[1] != "compile")  # the slowest first, so that none is left to one hand at the end
+        self.queue.extend(self.todo)
+        hands = min(VERIFIERS, max(1, (os.cpu_count() or 1) // 2), len(self.todo))
+        if self.todo:
             self.timer.start()  # ready by the time there is something to time
-        threads = [threading.Thread(target=self._verify_some, args=(queue, hands > 1), daemon=True) for _ in range(hands)]
-        for thread in threads:
+        given = (self.queue, hands > 1)
+        self.threads = [threading.Thread(target=self._verify_some, args=given, daemon=True) for _ in range(hands)]
+        for thread in self.threads:
             thread.start()
-        meanwhile()
-        for thread in threads:
+
+    def verify_rest(self) -> None:
+        for thread in self.threads:
             while thread.is_alive():
                 thread.join(0.2)  # short, so that Ctrl-C is heard
-        self._verify_some(collections.deque(todo), False)  # what failed beside the others, maybe for memory, gets a turn alone
+        self._verify_some(collections.deque(self.todo), False)  # what failed beside others, maybe for memory, gets a turn alone
+
+    def entries(self) -> dict[str, dict]:
+        """The lock's entries of these calls, by key."""
+        keys = [f"{key} @ {mode}" for key in self.calls for mode in self.modes]
+        return {key: self.lock.calls[key] for key in keys if key in self.lock.calls}
 
     def _verify_some(self, queue: collections.deque, shared: bool) -> None:
         with Worker(preload=self.preload) as worker, Worker(interpret=True, preload=self.preload) as interpreter:

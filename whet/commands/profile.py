@@ -35,7 +35,7 @@ def command(
             run = seen(opened, seconds, progress)
             told = {"target": opened.name, "kind": opened.kind, "notes": opened.notes, "sentence": tell.slowest_part(run)}
             result = told | tell.overview(run) | details(run)
-            if isinstance(opened, decoding.Decoder):
+            if isinstance(opened, decoding.DecodeTarget):
                 progress("the same by the decode ops", 1, 2)
                 result["after"] = decoding.after(opened, seconds)
             if trace:

@@ -75,10 +75,10 @@ def _dtype(dtype: str | torch.dtype, device: str) -> torch.dtype:
 
 def _random_config(name: str) -> Config:
     model, size = models.find(name)
-    if not isinstance(config := model.sizes[size], Config):
-        there = [f"{m.name}:{s}" for m in models.discover().values() for s, c in m.sizes.items() if isinstance(c, Config)]
+    if not model.decodes:
+        there = [f"{m.name}:{s}" for m in models.discover().values() if m.decodes for s in m.sizes]
         raise ValueError(f"random weights: {name} cannot be decoded with; there are {', '.join(there)}")
-    return config
+    return model.sizes[size]
 
 
 def smollm2() -> Path:

@@ -20,7 +20,6 @@ from whet.decode.quantize import bytes_per_token
 from whet.decode.trust import trusted
 from whet.diagnose.profile import Range, on_cpu, profiled, taken
 from whet.diagnose.target import CannotRun, Target, raised
-from whet.models.qwen3 import Config
 
 PROMPT = 16  # tokens in the cache before the first step that is looked at
 CONTEXT = 128  # the same for a built-in decoder
@@ -31,7 +30,7 @@ OTHERS = {"_attend": "qk norm, rope, cache, attention", "_join": "attention, joi
 
 
 @dataclass
-class Decoder(Target):
+class DecodeTarget(Target):
     """A built-in decoder: step_with makes a token before, burst makes BURST tokens after."""
 
     burst: Callable[[], None] | None = None
@@ -59,13 +58,13 @@ class Spoken:
         return told
 
 
-def built_in(text: str) -> Decoder | None:
+def built_in(text: str) -> DecodeTarget | None:
     """The decoder that is built in under this name; None where there is none."""
     try:
         known, size = models.find(text)
     except ValueError:
         return None
-    if not isinstance(known.sizes[size], Config):
+    if not known.decodes:
         return None
     model, _ = open_model(random_weights=f"{known.name}:{size}")
     if why := trusted(model, "graph").why:
@@ -85,13 +84,13 @@ def built_in(text: str) -> Decoder | None:
             model.ops = tuned
 
     said = f"decoding at batch 1 after {CONTEXT} tokens, by plain formulas launched one by one; after: by the decode ops"
-    return Decoder(
-        f"{known.name}:{size}", model, kind="decode", step_with=step, notes=[said], burst=lambda: contender.run(BURST),
+    return DecodeTarget(
+        model, kind="decode", name=f"{known.name}:{size}", step_with=step, notes=[said], burst=lambda: contender.run(BURST),
         bytes=bytes_per_token(model, CONTEXT),
     )
 
 
-def after(target: Decoder, seconds: float) -> dict:
+def after(target: DecodeTarget, seconds: float) -> dict:
     """The same token by the decode ops: its time, kernels and parts, and the floor that the bytes set."""
     whole = profiled(replace(target, step_with=target.burst), seconds)
     step, floor = whole.step, target.bytes / measure.ceilings().copy_gbs / 1e6
@@ -114,7 +113,7 @@ def after(target: Decoder, seconds: float) -> dict:
     return made | {"layers": parts(own), "floor_ms": floor, "of_floor": floor / timing["ms"]}
 
 
-def alone(target: Decoder) -> list[tuple[str, float]]:
+def alone(target: DecodeTarget) -> list[tuple[str, float]]:
     """Each kernel of a burst and the ms after the one before had ended: in a chain it starts early, and waits until then."""
     events = taken(replace(target, step_with=target.burst)).profiler.kineto_results.events()  # type: ignore[union-attr]
     ran = ((e.start_ns(), e.duration_ns(), e.name()) for e in events if not on_cpu(e) and not e.name().startswith("whet|"))

@@ -17,8 +17,9 @@ from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from whet.diagnose.modules import Modules, tensors_in
-from whet.diagnose.target import Target, loss_of
+from whet.diagnose.target import Target
 from whet.diagnose.watch import MODELS, PACKAGES, THEIRS, restored, state_of, users_line
+from whet.workload import find_loss
 
 STATES = {"none": "no gradient", "zero": "a gradient of zeros", "nan": "a gradient that is not finite"}
 FORMULALESS = "an op without an autograd formula"
@@ -252,7 +253,7 @@ def trace(target: Target, names: list[str], nudge: bool) -> Trace:
             stack.callback(named[name].register_post_accumulate_grad_hook(lambda p, name=name: note(p, name)).remove)
         with torch.autograd.set_detect_anomaly(True, check_nan=False), modules():
             with flow:
-                loss = loss_of(target.step_with()) if target.step_with else target.loss(target.forward())
+                loss = find_loss(target.step_with()) if target.step_with else target.loss(target.forward())
                 behind = flow.end(loss)
             if target.step_with is None and loss is not None and loss.requires_grad:
                 nodes = Nodes(loss, modules, by_id)

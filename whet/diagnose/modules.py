@@ -102,24 +102,9 @@ class Modules:
 
 
 def watched_step(target, modules: Modules) -> torch.Tensor | None:
-    """target.step() with its parts told to `modules`: what the forward does outside any module belongs to the model itself."""
-    from whet.diagnose.target import CannotRun, loss_of
+    """target.step() with its phases told to `modules`: what the forward does outside any module belongs to the model itself."""
+    def phase(name: str):
+        return nullcontext() if name == "forward" else modules.during(name, name if name == "optimizer" else "")
 
     with modules():
-        if target.step_with is not None:
-            return loss_of(target.step_with())
-        with nullcontext() if target.kind == "train" else torch.no_grad():
-            for p in target.model.parameters() if target.kind == "train" else ():
-                p.grad = None
-            out = target.forward()
-        if target.kind != "train":
-            return None
-        loss = target.loss(out)
-        if loss is None:
-            raise CannotRun(f"{target.name}: the model returned no loss")
-        with modules.during("backward"):
-            loss.backward()
-        if target.optimizer is not None:
-            with modules.during("optimizer", "optimizer"):
-                target.optimizer.step()
-        return loss.detach()
+        return target.step(phase)

@@ -20,8 +20,9 @@ from torch import nn
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from whet.diagnose.modules import tensors_in
-from whet.diagnose.target import CannotRun, Target, at_home, loss_of, raised
+from whet.diagnose.target import CannotRun, Target, at_home, raised
 from whet.measure import now
+from whet.workload import find_loss
 
 CLOCKS = ("time", "perf_counter", "monotonic", "time_ns", "perf_counter_ns", "monotonic_ns")
 PROBED = 3  # how often a line is waited for, to learn how much work its reading missed
@@ -124,7 +125,7 @@ class Watcher:
         device = next(module.parameters()).device.type
         on = device in ("cpu", "cuda") and torch.is_autocast_enabled(device)
         cast = (device, torch.get_autocast_dtype(device)) if on else None
-        call = Call(module, args, dict(kwargs), [(m, m.training) for m in module.modules()], cast, loss_of(out) is None)
+        call = Call(module, args, dict(kwargs), [(m, m.training) for m in module.modules()], cast, find_loss(out) is None)
         self.first = self.first or call
         outs = [(i, t) for i, t in enumerate(tensors_in(out)) if t.requires_grad and t.grad_fn is not None]
         if outs:
@@ -181,8 +182,8 @@ class Watcher:
         own = {id(p) for p in call.model.parameters()}
         fits = [o for o in self.optimizers if any(id(p) in own for g in o.param_groups for p in g["params"])]
         target = Target(
-            self.script.path.name, call.model, call.args, call.kwargs, "train" if call.grads else "forward",
-            fits[0] if fits else None, script=self.script, around=call.around, loss_with=call.loss_with,
+            call.model, call.args, call.kwargs, "train" if call.grads else "forward", fits[0] if fits else None,
+            name=self.script.path.name, script=self.script, around=call.around, loss_with=call.loss_with,
         )
         others = [c for c in self.calls if c.grads and c is not call]
         if others:

@@ -15,6 +15,7 @@ from torch import nn
 from whet import models
 from whet.choices import current
 from whet.machine import this_machine
+from whet.workload import NoLoss, Phase, Workload, find_loss
 
 LONG = 240  # characters of an error that are told
 KINDS = ("train", "forward", "decode")
@@ -32,75 +33,29 @@ def raised(e: BaseException) -> str:
     return f"{type(e).__name__}: {said}" if said else type(e).__name__
 
 
-@dataclass
-class Target:
-    """A step that can be run again: kind "train" is forward, backward and, with an optimizer, its step.
+@dataclass(kw_only=True)
+class Target(Workload):
+    """A workload that the doctor looks at, and what it knows of where it came from. kind may be "decode", too.
 
-    model, args, kwargs   model(*args, **kwargs) is one forward
-    loss_of               the loss in what the model returns, or None where there is none
     loader                an iterable of batches, where the input pipeline is to be watched too
     step_with             replaces the step altogether: a decode step, or one of the user's own
     notes                 what could not be done as asked, and what is done instead
     script                what a script did while it ran: its first losses and clock readings (see script.py)
-    around                a context that the forward is to run in: a script's autocast
-    loss_with             makes the loss of what the model returns, where that is done outside it
     """
 
     name: str
-    model: nn.Module
-    args: tuple = ()
-    kwargs: dict = field(default_factory=dict)
-    kind: str = "train"
-    optimizer: torch.optim.Optimizer | None = None
     loader: Any = None
     step_with: Callable[[], Any] | None = None
     notes: list[str] = field(default_factory=list)
     script: Any = None
-    around: Callable[[], contextlib.AbstractContextManager] = contextlib.nullcontext
-    loss_with: Callable[[Any], torch.Tensor | None] | None = None
 
-    @property
-    def device(self) -> str:
-        tensors = [*self.model.parameters(), *(t for t in (*self.args, *self.kwargs.values()) if isinstance(t, torch.Tensor))]
-        return tensors[0].device.type if tensors else "cpu"
-
-    def forward(self):
-        with self.around():
-            return self.model(*self.args, **self.kwargs)
-
-    def loss(self, out) -> torch.Tensor | None:
-        """The loss in what the model returned."""
-        found = loss_of(out)
-        return found if found is not None or self.loss_with is None else self.loss_with(out)
-
-    def step(self) -> torch.Tensor | None:
-        """One step of this kind; the loss where there is one."""
+    def step(self, phase: Phase = lambda name: contextlib.nullcontext()) -> torch.Tensor | None:
         if self.step_with is not None:
-            return loss_of(self.step_with())
-        if self.kind != "train":
-            with torch.no_grad():
-                self.forward()
-            return None
-        for p in self.model.parameters():
-            p.grad = None
-        loss = self.loss(self.forward())
-        if loss is None:
-            raise CannotRun(f"{self.name}: the model returned no loss")
-        loss.backward()
-        if self.optimizer is not None:
-            self.optimizer.step()
-        return loss.detach()
-
-
-def loss_of(out) -> torch.Tensor | None:
-    """A scalar that can be differentiated: what was returned, its `loss`, its entry "loss", or the first in it."""
-    if isinstance(out, Mapping):
-        out = out.get("loss")
-    elif not isinstance(out, torch.Tensor) and getattr(out, "loss", None) is not None:
-        out = out.loss
-    elif isinstance(out, (tuple, list)) and out:
-        out = next((t for t in out if isinstance(t, torch.Tensor) and not t.dim() and t.is_floating_point()), None)
-    return out if isinstance(out, torch.Tensor) and out.dim() == 0 and out.is_floating_point() else None
+            return find_loss(self.step_with())
+        try:
+            return super().step(phase)
+        except NoLoss as e:
+            raise CannotRun(f"{self.name}: {e}") from None
 
 
 def as_inputs(batch) -> tuple[tuple, dict]:
@@ -124,7 +79,7 @@ def resolve(text: str, kind: str | None = None, device: str | None = None) -> Ta
         raise CannotRun(f"{e}; a target is {MEANS}") from None
     config = model.sizes[size]
     module = model.build(config, model.tuned, current()).to(device)
-    return target_of(f"{model.name}:{size}", (module, model.batch(config, device)), kind)
+    return target_of(f"{model.name}:{size}", (module, model.batch(config, model.recipes[size], device)), kind)
 
 
 def load(path: Path):
@@ -188,7 +143,8 @@ def target_of(name: str, given, kind: str | None = None) -> Target:
         parts["batch"] = next(iter(parts["loader"]), ())
     args, kwargs = as_inputs(parts.get("batch", ()))
     target = Target(
-        name, parts["model"], args, kwargs, kind or "train", parts.get("optimizer"), parts.get("loader"), parts.get("step")
+        parts["model"], args, kwargs, kind or "train", parts.get("optimizer"),
+        name=name, loader=parts.get("loader"), step_with=parts.get("step"),
     )
     return settled(target, asked=kind)
 
@@ -212,7 +168,7 @@ def settled(target: Target, asked: str | None) -> Target:
         return target
     try:
         with unmoved(target.model):
-            loss = loss_of(target.forward())
+            loss = find_loss(target.forward())
     except torch.OutOfMemoryError as e:
         raise CannotRun(f"{target.name}: out of memory in the forward: {str(e).splitlines()[0]}") from e
     except (Exception, SystemExit) as e:

@@ -5,32 +5,60 @@ import importlib
 import pkgutil
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 
-from whet.choices import Choices
+
+@dataclass(frozen=True)
+class Recipe:
+    """How a model is trained, apart from what it is."""
+
+    batch: int = 8
+    seq_len: int = 128
+    lr: float = 3e-4
+    seed: int = 42
+
+
+class Decoder(Protocol):
+    """What a model must have to be decoded: hidden states over a cache of keys and values, and what becomes of them."""
+
+    def extend(self, tokens: Any, cache_k: Any, cache_v: Any, positions: Any, start: int = 0) -> torch.Tensor:
+        """Hidden states of any number of new tokens for each row, whose keys and values go into the cache."""
+
+    def step(self, tokens: Any, cache_k: Any, cache_v: Any, positions: Any, context: int = 0) -> torch.Tensor:
+        """extend for a few tokens a row, by the decode ops."""
+
+    def choose(self, hidden: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """The likeliest next token of each row, and its logit."""
+
+    def logits(self, hidden: torch.Tensor) -> torch.Tensor:
+        """The final norm and the head."""
 
 
 @dataclass(frozen=True)
 class Model:
     """What a model file offers.
 
-    build(config, variant, ops) -> nn.Module      the variants compute the same function from the same parameters
-    batch(config, device) -> dict                 keyword arguments of forward, which returns the loss
+    sizes, recipes                                by the name of a size: the architecture, and how it is trained
+    build(config, variant, ops, seed) -> module   the variants compute the same function from the same parameters
+    batch(config, recipe, device) -> dict         keyword arguments of forward, which returns the loss
+    decodes                                       whether what is built is a Decoder
     canonical(config, named) -> dict              parameters (or gradients) of any variant under the plain variant's names
     adapt(config, variant, named) -> dict         the inverse: plain names to the variant's own
     """
 
     name: str
     sizes: Mapping[str, Any]
-    build: Callable[[Any, str, Choices], torch.nn.Module]
-    batch: Callable[[Any, str], dict]
+    recipes: Mapping[str, Recipe]
+    build: Callable[..., torch.nn.Module]
+    batch: Callable[[Any, Recipe, str], dict]
     canonical: Callable[[Any, Mapping], dict]
     adapt: Callable[[Any, str, Mapping], dict]
     plain: str  # the variant that is the meaning: materialised, unfused
     stock: str  # the best variant with stock calls only
     tuned: str  # the variant that asks its choices for every op
+    decodes: bool = False
 
 
 @functools.cache

@@ -18,7 +18,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from whet.choices import Choices, current
-from whet.models import Model
+from whet.models import Model, Recipe
 from whet.models._rotary import SCALINGS, scaling_of, tables
 from whet.models.tiny_llama import batch
 from whet.ops._weights import dense
@@ -53,10 +53,6 @@ class Config:
     max_positions: int = 40960
     bos: int | None = None
     eos: tuple[int, ...] = ()
-    batch: int = 4  # the rest is for training it
-    seq_len: int = 512
-    lr: float = 3e-4
-    seed: int = 42
 
     def __post_init__(self):
         sizes = ("vocab", "hidden", "layers", "heads", "kv_heads", "head_dim", "ffn", "max_positions")
@@ -168,13 +164,14 @@ def window_of(arch: str, given: Mapping[str, Any]) -> int | None:
 
 SIZES = {
     "tiny": Config(
-        vocab=1024, hidden=256, layers=2, heads=4, kv_heads=2, head_dim=64, ffn=512, max_positions=4096, batch=4, seq_len=64
+        vocab=1024, hidden=256, layers=2, heads=4, kv_heads=2, head_dim=64, ffn=512, max_positions=4096
     ),
     "0.6b": Config(),
     "1.7b": Config(hidden=2048, ffn=6144),
     "4b": Config(hidden=2560, layers=36, heads=32, ffn=9728),
     "8b": Config(hidden=4096, layers=36, heads=32, ffn=12288, tied=False),
 }
+RECIPES = {size: Recipe(batch=4, seq_len=64 if size == "tiny" else 512) for size in SIZES}
 
 
 class Weight(nn.Module):
@@ -353,10 +350,10 @@ def kernels() -> Choices:
 
 
 @torch.no_grad()
-def random_weights(c: Config, variant: str = "tuned", ops: Choices | None = None, **where) -> Qwen3:
+def random_weights(c: Config, variant: str = "tuned", ops: Choices | None = None, seed: int = 42, **where) -> Qwen3:
     """N(0, 0.02), the two projections back into the residual stream scaled by depth; drawn on the device."""
     model = Qwen3(c, variant, ops, **where)
-    generator = torch.Generator(model.embed.device).manual_seed(c.seed)
+    generator = torch.Generator(model.embed.device).manual_seed(seed)
     for name, p in model.named_parameters():
         if p.dim() == 1:
             p.fill_(0 if name.endswith("bias") else 1)
@@ -366,6 +363,7 @@ def random_weights(c: Config, variant: str = "tuned", ops: Choices | None = None
 
 
 MODEL = Model(
-    name="qwen3", sizes=SIZES, build=random_weights, batch=batch, canonical=lambda c, named: dict(named),
-    adapt=lambda c, variant, named: dict(named), plain="plain", stock="stock", tuned="tuned",
+    name="qwen3", sizes=SIZES, recipes=RECIPES, build=random_weights, batch=batch, decodes=True,
+    canonical=lambda c, named: dict(named), adapt=lambda c, variant, named: dict(named),
+    plain="plain", stock="stock", tuned="tuned",
 )

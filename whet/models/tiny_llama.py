@@ -10,7 +10,8 @@ python -m whet.models.tiny_llama --batch-size 8 --seq-len 128 --num-steps 20
 
 import argparse
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -18,8 +19,9 @@ from torch import nn
 
 from whet.choices import Choices, current
 from whet.measure import Stopwatch
-from whet.models import Model
+from whet.models import Model, Recipe
 from whet.ops.rope import tables
+from whet.workload import PHASES, Workload
 
 VARIANTS = ("v1", "v2", "v3")
 
@@ -28,16 +30,13 @@ VARIANTS = ("v1", "v2", "v3")
 class Config:
     hidden: int = 512
     layers: int = 8
-    seq_len: int = 128
-    batch: int = 8
     heads: int = 8
     kv_heads: int = 4
     vocab: int = 1000
     ffn_mult: int = 4
     theta: float = 10000.0
     eps: float = 1e-6
-    lr: float = 3e-4
-    seed: int = 42
+    max_positions: int = 2048
 
     @property
     def head_dim(self) -> int:
@@ -52,9 +51,12 @@ class Config:
 
 SIZES = {
     "small": Config(),
-    "tiny": Config(hidden=256, layers=4, seq_len=128, batch=8),
-    "medium": Config(hidden=1024, layers=12, seq_len=512, batch=16),
-    "large": Config(hidden=2048, layers=16, seq_len=1024, batch=8),
+    "tiny": Config(hidden=256, layers=4),
+    "medium": Config(hidden=1024, layers=12),
+    "large": Config(hidden=2048, layers=16),
+}
+RECIPES = {
+    "small": Recipe(), "tiny": Recipe(), "medium": Recipe(batch=16, seq_len=512), "large": Recipe(seq_len=1024),
 }
 
 
@@ -122,7 +124,7 @@ class TinyLlama(nn.Module):
     cos: torch.Tensor
     sin: torch.Tensor
 
-    def __init__(self, c: Config, variant: str = "v3", ops: Choices | None = None):
+    def __init__(self, c: Config, variant: str = "v3", ops: Choices | None = None, seed: int = 42):
         super().__init__()
         if variant not in VARIANTS:
             raise ValueError(f"tiny-llama: variant must be one of {VARIANTS}, got {variant!r}")
@@ -134,14 +136,14 @@ class TinyLlama(nn.Module):
         self.embed = nn.Embedding(c.vocab, c.hidden)
         self.blocks = nn.ModuleList(Block(c, variant) for _ in range(c.layers))
         self.norm = nn.Parameter(torch.ones(c.hidden))
-        cos, sin = tables(c.seq_len, c.head_dim, c.theta)
+        cos, sin = tables(c.max_positions, c.head_dim, c.theta)
         self.register_buffer("cos", cos, persistent=False)
         self.register_buffer("sin", sin, persistent=False)
-        self.init_weights()
+        self.init_weights(seed)
 
-    def init_weights(self):
+    def init_weights(self, seed: int):
         """N(0, 0.02), the two projections back into the residual stream scaled by depth; the loss starts at 6.9, not 478."""
-        generator = torch.Generator().manual_seed(self.c.seed)
+        generator = torch.Generator().manual_seed(seed)
         named = {n: p for n, p in self.named_parameters() if p.dim() == 2}
         plain = {}
         for name in sorted(MODEL.canonical(self.c, named)):  # drawn under the plain names: every variant starts the same
@@ -167,11 +169,11 @@ class TinyLlama(nn.Module):
         return self.ops.cross_entropy(F.linear(y, self.embed.weight), labels)
 
 
-def batch(c: Config, device: str, step: int = 0) -> dict:
+def batch(c: Any, recipe: Recipe, device: str, step: int = 0) -> dict:
     """Tokens and labels of a made-up language: each token has four likely successors, so there is something to learn."""
-    generator = torch.Generator().manual_seed(c.seed + 1000 + step)
-    successors = torch.randint(c.vocab, (c.vocab, 4), generator=torch.Generator().manual_seed(c.seed))
-    text = torch.randint(c.vocab, (c.batch, c.seq_len + 1), generator=generator)
+    generator = torch.Generator().manual_seed(recipe.seed + 1000 + step)
+    successors = torch.randint(c.vocab, (c.vocab, 4), generator=torch.Generator().manual_seed(recipe.seed))
+    text = torch.randint(c.vocab, (recipe.batch, recipe.seq_len + 1), generator=generator)
     which = torch.randint(5, text.shape, generator=generator)  # 4: a token of its own, unforeseen
     for t in range(1, text.shape[1]):
         follows = successors[text[:, t - 1], which[:, t].clamp(max=3)]
@@ -204,36 +206,34 @@ def adapt(c: Config, variant: str, plain: Mapping[str, torch.Tensor]) -> dict[st
 
 
 MODEL = Model(
-    name="tiny-llama", sizes=SIZES, build=TinyLlama, batch=batch, canonical=canonical, adapt=adapt,
+    name="tiny-llama", sizes=SIZES, recipes=RECIPES, build=TinyLlama, batch=batch, canonical=canonical, adapt=adapt,
     plain="v1", stock="v2", tuned="v3",
 )
 
 
-def train(c: Config, variant: str, steps: int, device: str) -> dict:
-    """Train for real and time each part with synchronisation; raises if any parameter is without a gradient."""
-    for name, value in (("batch", c.batch), ("seq_len", c.seq_len), ("layers", c.layers), ("steps", steps)):
+def train(c: Config, recipe: Recipe, variant: str, steps: int, device: str) -> dict:
+    """Train for real and time each phase with synchronisation; raises if any parameter is without a gradient."""
+    for name, value in (("batch", recipe.batch), ("seq_len", recipe.seq_len), ("layers", c.layers), ("steps", steps)):
         if value < 1:
             raise ValueError(f"tiny-llama: {name} must be at least 1, got {value}")
-    model = TinyLlama(c, variant).to(device)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=c.lr)
-    watch, loss, warm = Stopwatch(device), torch.tensor(0.0), min(3, steps - 1)
+    if recipe.seq_len > c.max_positions:
+        raise ValueError(f"tiny-llama: seq_len must be at most {c.max_positions}, got {recipe.seq_len}")
+    model = TinyLlama(c, variant, seed=recipe.seed).to(device)
+    work = Workload(model, optimizer=torch.optim.AdamW(model.parameters(), lr=recipe.lr))
+    watch, loss, warm = Stopwatch(device), None, min(3, steps - 1)
     if device == "cuda":
         torch.cuda.reset_peak_memory_stats()
     for step in range(steps):
-        data = batch(c, device, step)
+        work.kwargs = batch(c, recipe, device, step)
         with watch("batch"):
-            with watch("forward"):
-                loss = model(**data)
-            with watch("backward"):
-                optimizer.zero_grad(set_to_none=True)
-                loss.backward()
-            with watch("optimizer"):
-                optimizer.step()
-        if step == 0 and (dead := [n for n, p in model.named_parameters() if p.grad is None or not p.grad.any()]):
+            loss = work.step(watch)
+        if step == 0 and (dead := work.without_gradient()):
             raise RuntimeError(f"tiny-llama[{variant}]: no gradient reaches {', '.join(dead[:5])} ({len(dead)} in all)")
-    result: dict = {f"{part}_ms": watch.ms(part, warm) for part in ("batch", "forward", "backward", "optimizer")}
+    assert loss is not None
+    result: dict = {f"{part}_ms": watch.ms(part, warm) for part in ("batch", *PHASES)}
     peak = torch.cuda.max_memory_allocated() / 1e6 if device == "cuda" else None
-    return result | {"loss": loss.item(), "samples_per_s": c.batch / result["batch_ms"] * 1e3, "peak_mb": peak, "warm_up": warm}
+    speed = recipe.batch / result["batch_ms"] * 1e3
+    return result | {"loss": loss.item(), "samples_per_s": speed, "peak_mb": peak, "warm_up": warm}
 
 
 def main() -> None:
@@ -246,20 +246,18 @@ def main() -> None:
     parser.add_argument("--num-heads", type=int, default=8, help="query heads; half as many key/value heads (default 8)")
     parser.add_argument("--variant", choices=VARIANTS, default="v3", help="which form of the model (default v3)")
     a = parser.parse_args()
-    c = replace(
-        Config(), batch=a.batch_size, seq_len=a.seq_len, hidden=a.hidden_dim, layers=a.num_layers,
-        heads=a.num_heads, kv_heads=max(1, a.num_heads // 2),
-    )
+    c = Config(hidden=a.hidden_dim, layers=a.num_layers, heads=a.num_heads, kv_heads=max(1, a.num_heads // 2))
+    recipe = Recipe(a.batch_size, a.seq_len)
     device = "cuda" if torch.cuda.is_available() else "cpu"
     try:
-        r = train(c, a.variant, a.num_steps, device)
+        r = train(c, recipe, a.variant, a.num_steps, device)
     except ValueError as e:
         parser.error(str(e))
     timed = f"{a.num_steps} steps, medians without the first {r['warm_up']}"
-    print(f"tiny-llama {a.variant} on {device}: batch {c.batch} x {c.seq_len}, {timed}")
+    print(f"tiny-llama {a.variant} on {device}: batch {recipe.batch} x {recipe.seq_len}, {timed}")
     print(f"Final loss: {r['loss']:.4f}")
     print(f"Average training speed: {r['samples_per_s']:.1f} samples/sec")
-    for part in ("batch", "forward", "backward", "optimizer"):
+    for part in ("batch", *PHASES):
         print(f"Average {part} time: {r[f'{part}_ms']:.1f} ms")
     print(f"Peak memory usage: {r['peak_mb']:.1f} MB" if r["peak_mb"] else "Peak memory usage: not measured on a CPU")
 

@@ -1,0 +1,158 @@
+"""A model doing its work: model, batch, loss, optimizer and precision, and one step of it in named phases.
+
+    work = Workload(model, kwargs=batch, optimizer=optimizer)
+    work.step()                          # one training step; the loss
+    work.step(phase=Stopwatch("cuda"))   # the same, each phase inside phase("forward"), phase("backward"), phase("optimizer")
+    work.calls()                         # the ops it asks for, and how often
+    work.evidence()                      # the loss and every gradient
+"""
+
+import contextlib
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import nn
+
+from whet.choices import Choices, Recorder
+from whet.op import Call
+
+ROUNDING = {"float32": None, "tf32": 2.0**-10, "bfloat16": torch.finfo(torch.bfloat16).eps}  # of a product's operands
+PRECISIONS = tuple(ROUNDING)
+PHASES = ("forward", "backward", "optimizer")
+Phase = Callable[[str], contextlib.AbstractContextManager]
+
+
+class NoLoss(ValueError):
+    """A step was to be trained on what has no loss."""
+
+
+@contextlib.contextmanager
+def in_precision(precision: str, device: str) -> Iterator[None]:
+    """float32 as it stands, TF32 products, or bfloat16 autocast. Never chosen for the user: only what was asked."""
+    before = torch.get_float32_matmul_precision()
+    torch.set_float32_matmul_precision("high" if precision == "tf32" else "highest")
+    try:
+        with torch.autocast(device, torch.bfloat16, enabled=precision == "bfloat16"):
+            yield
+    finally:
+        torch.set_float32_matmul_precision(before)
+
+
+def find_loss(out: Any) -> torch.Tensor | None:
+    """A scalar that can be differentiated: what was returned, its `loss`, its entry "loss", or the first in it."""
+    if isinstance(out, Mapping):
+        out = out.get("loss")
+    elif not isinstance(out, torch.Tensor) and getattr(out, "loss", None) is not None:
+        out = out.loss
+    elif isinstance(out, (tuple, list)) and out:
+        out = next((t for t in out if isinstance(t, torch.Tensor) and not t.dim() and t.is_floating_point()), None)
+    return out if isinstance(out, torch.Tensor) and out.dim() == 0 and out.is_floating_point() else None
+
+
+@contextlib.contextmanager
+def asking(model: nn.Module, ops: Choices) -> Iterator[None]:
+    """While it is on, every part of the model that has its `ops` asks these instead."""
+    before = [(m, m.ops) for m in model.modules() if isinstance(getattr(m, "ops", None), Choices)]
+    for m, _ in before:
+        m.ops = ops  # type: ignore[assignment]
+    try:
+        yield
+    finally:
+        for m, was in before:
+            m.ops = was  # type: ignore[assignment]
+
+
+@dataclass
+class Workload:
+    """One step that can be run again: kind "train" is forward, backward and, with an optimizer, its step.
+
+    model, args, kwargs   model(*args, **kwargs) is one forward
+    kind        "train"; anything else is a forward without gradients
+    optimizer   None: gradients are made and not used
+    precision   one of PRECISIONS, set around forward and backward; None: whatever the process is set to
+    loss_with   makes the loss of what the model returns, where that is done outside it
+    around      a context that the forward is to run in: a script's autocast
+    run         called in the model's place: the same model, compiled
+    """
+
+    model: nn.Module
+    args: tuple = ()
+    kwargs: dict = field(default_factory=dict)
+    kind: str = "train"
+    optimizer: torch.optim.Optimizer | None = None
+    precision: str | None = None
+    loss_with: Callable[[Any], torch.Tensor | None] | None = None
+    around: Callable[[], contextlib.AbstractContextManager] = contextlib.nullcontext
+    run: Callable | None = None
+
+    @property
+    def device(self) -> str:
+        tensors = [*self.model.parameters(), *(t for t in (*self.args, *self.kwargs.values()) if isinstance(t, torch.Tensor))]
+        return tensors[0].device.type if tensors else "cpu"
+
+    def set(self) -> contextlib.AbstractContextManager:
+        """The precision of this workload, while the block runs."""
+        return contextlib.nullcontext() if self.precision is None else in_precision(self.precision, self.device)
+
+    def forward(self) -> Any:
+        """What the model returns."""
+        with self.around(), self.set():
+            return (self.run or self.model)(*self.args, **self.kwargs)
+
+    def loss(self, out: Any) -> torch.Tensor | None:
+        """The loss in what the model returned."""
+        found = find_loss(out)
+        return found if found is not None or self.loss_with is None else self.loss_with(out)
+
+    def clear(self) -> None:
+        for p in self.model.parameters():
+            p.grad = None
+
+    def forward_to_loss(self) -> torch.Tensor:
+        """The first phase: gradients of the step before are let go, then the forward."""
+        self.clear()
+        loss = self.loss(self.forward())
+        if loss is None:
+            raise NoLoss("the model returned no loss: a scalar, .loss or ['loss']")
+        return loss
+
+    def backward(self, loss: torch.Tensor) -> None:
+        with self.set():
+            loss.backward()
+
+    def step(self, phase: Phase = lambda name: contextlib.nullcontext()) -> torch.Tensor | None:
+        """One step; the loss where there is one. Each phase runs inside phase(its name)."""
+        if self.kind != "train":
+            with phase("forward"), torch.no_grad():
+                self.forward()
+            return None
+        with phase("forward"):
+            loss = self.forward_to_loss()
+        with phase("backward"):
+            self.backward(loss)
+        if self.optimizer is not None:
+            with phase("optimizer"):
+                self.optimizer.step()
+        return loss.detach()
+
+    def gradients(self) -> dict[str, torch.Tensor]:
+        return {name: p.grad for name, p in self.model.named_parameters() if p.grad is not None}
+
+    def evidence(self) -> dict[str, torch.Tensor]:
+        """The loss and every gradient of one step."""
+        loss = self.step()
+        assert loss is not None
+        return {"output loss": loss.clone()} | {f"grad {name}": g.clone() for name, g in self.gradients().items()}
+
+    def without_gradient(self) -> list[str]:
+        """Parameters that the last backward did not reach, or reached with zeros."""
+        return [name for name, p in self.model.named_parameters() if p.grad is None or not p.grad.any()]
+
+    def calls(self) -> list[tuple[Call, int]]:
+        """The ops that one forward asks for, and how often. Only shapes matter, so values do not."""
+        recorder = Recorder()
+        with asking(self.model, recorder):
+            self.forward()
+        return list(recorder.calls.values())
