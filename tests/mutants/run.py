@@ -110,7 +110,9 @@ def save(rows: list[dict], faults: list[str], args: argparse.Namespace) -> None:
     from whet.report import record
 
     found = dict(dtype=args.dtype, gpu_cases=args.gpu_cases, summary=summary(rows), rejected=faults, mutants=rows)
-    print(f"saved {record.write(record.make('make mutants', found), args.record, f'mutants {args.dtype}')}")
+    command = " ".join(["python tests/mutants/run.py", *sys.argv[1:]])
+    name = " ".join(["mutants", args.dtype, *(["gpu"] if args.gpu_cases else []), *([args.name] if args.name else [])])
+    print(f"saved {record.write(record.make(command, found), args.record, name)}")
 
 
 def options() -> argparse.Namespace:
@@ -123,6 +125,7 @@ def options() -> argparse.Namespace:
     parser.add_argument("--limit", type=float, default=300.0, metavar="S", help="seconds for one mutant (default 300)")
     parser.add_argument("--whet", default=str(PACKAGE), metavar="FOLDER", help="the package to mutate (default: this tree's)")
     parser.add_argument("--record", nargs="?", const="records", metavar="FOLDER", help="save a record (default: in records)")
+    parser.add_argument("--name", default="", help="what to add to the record's name")
     parser.add_argument("--json", action="store_true", help="print rows as JSON")
     return parser.parse_args()
 
