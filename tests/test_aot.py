@@ -126,6 +126,28 @@ def test_of_inference_what_a_decoder_launches_is_compiled_and_each_kernel_once_i
         assert {options["QUANT"] for _, k, *_, options in found if k == kernel} == {"", "int8", "int4", "fp8"}
 
 
+REAL = """
+import json
+from whet.aot import SHARED_LIMIT, launches, row
+from whet.op import discover
+
+WIDTHS = {"qwen3-1.7b": (2048, 6144), "mistral-7b": (4096, 14336), "llama-70b": (8192, 28672)}
+found = []
+for model, (K, F) in WIDTHS.items():
+    for launch in launches(discover()["norm_swiglu"], "triton", dict(M=8, K=K, F=F), "bfloat16"):
+        made = row(launch, "sm_90", "spills are another matter")
+        found.append((model, launch.kernel, made.shared, made.problem))
+print(json.dumps(found))
+"""
+
+
+def test_products_of_real_models_at_batch_8_fit_the_shared_memory(tmp_path):
+    (tmp_path / "real.py").write_text(REAL)
+    found = json.loads(child(str(tmp_path / "real.py")).stdout.splitlines()[-1])
+    assert {model for model, *_ in found} == {"qwen3-1.7b", "mistral-7b", "llama-70b"}
+    assert not [problem for *_, problem in found if problem]
+
+
 def test_interpreter_mode_is_refused_with_the_reason():
     done = child("-m", "whet.aot", interpret="1")
     assert done.returncode == 2 and "TRITON_INTERPRET must be off" in done.stdout
