@@ -10,7 +10,7 @@ from small_decoder import CONFIG, small_llm, small_model
 from whet.choices import Choices
 from whet.decode import speculate
 from whet.decode.runner import Burst
-from whet.decode.speculate import DRAFT, Contest, agreed, alike_in_one_pass, draft
+from whet.decode.speculate import DRAFT, Contest, agreed, batch_invariant_in_one_pass, draft
 from whet.models.qwen3 import Qwen3
 
 AHEAD = pytest.mark.parametrize(
@@ -168,8 +168,8 @@ def test_one_pass_is_for_kernels_that_take_rows_one_by_one():
     """A product that falls to another library may sum otherwise for eight rows than for one."""
     model = small_model()
     model.ops = Choices(default="triton")
-    assert alike_in_one_pass(model)
+    assert batch_invariant_in_one_pass(model)
     model.ops = Choices(default="torch")
-    assert not alike_in_one_pass(model)
+    assert not batch_invariant_in_one_pass(model)
     wide = Qwen3(replace(CONFIG, ffn=17000), device="meta", ops=Choices(default="triton"))
-    assert not alike_in_one_pass(wide)
+    assert not batch_invariant_in_one_pass(wide)

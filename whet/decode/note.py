@@ -4,7 +4,7 @@ import torch
 import triton
 import triton.language as tl
 
-from whet.ops._chain import begin, chain, ready
+from whet.ops._pdl import launch_dependents, pdl_options, wait
 
 
 @triton.jit
@@ -14,7 +14,7 @@ def _note_kernel(
     clock_ptr, pace_ptr,  # clock (ROWS,), which moves by pace; its element `cursor` is the column of emitted and logit
     stride_e, stride_l,
     B, ROWS, cursor,
-    BLOCK: tl.constexpr, CHAINED: tl.constexpr,
+    BLOCK: tl.constexpr, PDL: tl.constexpr,
 ):
     """token = emitted[:, clock[cursor]] = chosen, logit[:, clock[cursor]] = value, clock += pace.  One program.
 
@@ -22,9 +22,9 @@ def _note_kernel(
     Moves   a few numbers a row.
     Rounds  nothing.
     """
-    begin(CHAINED)
+    launch_dependents(PDL)
     i = tl.arange(0, BLOCK)
-    ready(CHAINED)
+    wait(PDL)
     column = tl.load(clock_ptr + cursor)
     now, pace = tl.load(clock_ptr + i, mask=i < ROWS, other=0), tl.load(pace_ptr + i, mask=i < ROWS, other=0)
     chosen, value = tl.load(chosen_ptr + i, mask=i < B, other=0), tl.load(value_ptr + i, mask=i < B, other=0.0)
@@ -41,5 +41,5 @@ def note(
 ) -> None:
     _note_kernel[(1,)](
         chosen, value, token, emitted, logit, clock, pace, emitted.stride(0), logit.stride(0), len(chosen), len(clock), cursor,
-        BLOCK=triton.next_power_of_2(len(clock)), num_warps=1, **chain(),
+        BLOCK=triton.next_power_of_2(len(clock)), num_warps=1, **pdl_options(),
     )

@@ -26,8 +26,8 @@ from whet.decode.decoded import decode_verdict
 from whet.decode.hostile import FAMILIES, caches, dressed, few_layers
 from whet.models.qwen3 import Config, Qwen3
 from whet.op import DTYPE_NAMES, DTYPES, Call, Op, discover
-from whet.ops._chain import chained
-from whet.ops._gemv import alike
+from whet.ops._gemv import batch_invariant
+from whet.ops._pdl import pdl
 from whet.ops._rows import power_of_two
 from whet.ops._weights import dense
 from whet.ops.cached_attention import MOST, SPAN
@@ -192,7 +192,7 @@ def positions(rows: int, last: int) -> list[list[int]]:
 def step_verdict(c: Config, quant: str | None, part: Part, device: str, family: str) -> Verdict:
     """Each op of a step, on what the formulas of the ops before give it."""
     model = dressed(few_layers(c, 1), family, DTYPES[part.dtype], device, quant)
-    with proving(model, family) as found, chained(), alike() if part.tokens > 1 else contextlib.nullcontext():
+    with proving(model, family) as found, pdl(), batch_invariant() if part.tokens > 1 else contextlib.nullcontext():
         for olds in positions(part.rows, part.context - part.tokens):
             kv = caches(model, olds, part.context, family)
             at = torch.tensor(olds, device=model.embed.device)
@@ -225,7 +225,7 @@ def head_verdict(c: Config, quant: str | None, part: Part, device: str, family: 
     places += [twins[0]] + [0] * (-(len(places) + 1) % part.rows)
     x = pointing(model, places, family)
     wanted, eager = (logits_of(model, x, dtype) for dtype in (torch.float64, x.dtype))
-    with chained():
+    with pdl():
         run = discover()["norm_argmax"].impls["triton"].run
         pieces = [run(piece, model.norm, w.data, w.scale, c.eps) for piece in x.split(part.rows)]
         x[-1] = float("nan")

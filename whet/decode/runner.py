@@ -19,7 +19,7 @@ from whet.decode.cache import BLOCK, Cache
 from whet.decode.chunks import Chunks
 from whet.decode.note import note
 from whet.decode.sampling import Sampling, sample
-from whet.ops._chain import chained
+from whet.ops._pdl import pdl
 from whet.ops._rows import power_of_two
 
 RING = 64  # tokens of each row that a burst can choose at most
@@ -215,7 +215,7 @@ class Runner:
 
     def _step(self, rows: int, context: int, mode: str) -> None:
         k, v = self._cut(rows, context)
-        with chained():
+        with pdl():
             hidden = self.model.step(self.token[:rows, None], k, v, self.clock[:rows], context=context)
             token, logit = self._choose(hidden[:, 0], slice(0, rows), mode)
             if logit is not None and self.kernels:

@@ -14,8 +14,8 @@ import torch
 from whet import graphs
 from whet.decode.runner import RING, Burst, Runner
 from whet.op import base, discover
-from whet.ops._chain import chained
-from whet.ops._gemv import alike
+from whet.ops._gemv import batch_invariant
+from whet.ops._pdl import pdl
 from whet.ops._weights import columns, quant_of
 
 DRAFT = 7  # tokens guessed: with the one that is known a step takes 8, the most that the decode kernels take at once
@@ -51,7 +51,7 @@ class Speculator:
     def __init__(self, runner: Runner):
         self.runner = runner
         if runner.device.type == "cuda":
-            runner.one_pass = alike_in_one_pass(runner.model)
+            runner.one_pass = batch_invariant_in_one_pass(runner.model)
         self.history = torch.zeros(0, dtype=torch.int64, device=runner.device)
 
     def hold(self) -> None:
@@ -90,7 +90,7 @@ class Speculator:
         position = r.clock[:1]
         guess, found = draft(self.history, position, DRAFT, context)
         tokens = torch.cat([r.token[:1], guess])
-        with chained(), alike():
+        with pdl(), batch_invariant():
             hidden = r.verify(tokens, context)
             if r.one_pass:
                 chosen, logit = r.model.choose(hidden)
@@ -105,7 +105,7 @@ class Speculator:
         position.add_((right + 1) * r.pace[0])
 
 
-def alike_in_one_pass(model) -> bool:
+def batch_invariant_in_one_pass(model) -> bool:
     """Whether every product of a step, of one row and of a whole draft, is by kernels that take rows one by one."""
     layer, ops = model.layers[0], discover()
     products = {"norm_linear": [layer.qkv], "linear_add": [layer.o, layer.down], "norm_swiglu": [layer.gate_up]}

@@ -26,8 +26,8 @@ PROMPT = 16  # tokens in the cache before the first step that is looked at
 CONTEXT = 128  # the same for a built-in decoder
 BURST = 8  # tokens that are looked at together after: the host reads that many at once
 PRODUCTS = ("norm, qkv", "output projection, residual", "norm, gate and up, activation", "down, residual")
-OTHERS = {"_attend": "qk norm, rope, cache, attention", "_join": "attention, joined", "_head": "norm, head, argmax",
-          "_choose": "norm, head, argmax"}
+OTHERS = {"_split_kv": "qk norm, rope, cache, attention", "_combine": "attention, splits combined",
+          "_head": "norm, head, argmax", "_choose": "norm, head, argmax"}
 
 
 @dataclass

@@ -10,7 +10,7 @@ from whet.decode.cache import Cache
 from whet.decode.runner import Runner
 from whet.decode.sampling import Sampling
 from whet.models.qwen3 import Qwen3, kernels
-from whet.ops._chain import chained
+from whet.ops._pdl import pdl
 
 
 def column(tokens: torch.Tensor, i: int) -> torch.Tensor:
@@ -109,7 +109,7 @@ class Graph(Contender):
     def step(self, token):
         """What the graph holds, with another token than the one it chose."""
         at, (k, v) = self.runner.clock[: self.batch], (t[:, : self.batch] for t in self.runner.cache.kv)
-        with chained():
+        with pdl():
             hidden = self.model.step(token, k, v, at, context=self.context)
         at += 1
         logits = self.model.logits(hidden[:, -1])

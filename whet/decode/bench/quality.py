@@ -23,7 +23,7 @@ import torch
 from whet.decode.cache import BLOCK as CACHE_BLOCK
 from whet.decode.oracle import full_float32, widened
 from whet.decode.quantize import QUANTS, quantize, weights
-from whet.ops._chain import chained
+from whet.ops._pdl import pdl
 from whet.ops._weights import quant_of
 
 Logits = Callable[[torch.Tensor], torch.Tensor]
@@ -88,7 +88,7 @@ def cached(model: Any, chunk: int = 1, fused: bool = True) -> Logits:
         for at in range(0, T, chunk):
             positions = torch.full((B,), at, dtype=torch.int64, device=embed.device)
             given = (tokens[:, at : at + chunk], k, v, positions)
-            with chained():
+            with pdl():
                 hidden = model.step(*given, context=k.shape[3]) if fused else model.extend(*given)
             out[:, at : at + chunk] = model.logits(hidden)
         return out
