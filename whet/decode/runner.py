@@ -50,7 +50,7 @@ class Burst:
         """Waits for the burst."""
         self.end.wait()
         if self.failed is not None and self.failed.item():
-            raise RuntimeError("the persistent kernel waited for a block that was not heard from; decode with path='graph'")
+            raise RuntimeError("the persistent kernel gave up polling for a block's result; decode with path='graph'")
         if self.logits is None:
             return self.tokens.tolist()
         return torch.where(self.logits.isfinite(), self.tokens, -1).tolist()
