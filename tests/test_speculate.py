@@ -60,7 +60,7 @@ def test_agreement_ends_at_the_first_difference(guess, n):
 
 
 def a_second_a_step(burst: Burst) -> float:
-    return burst.tokens.shape[1] / (1 if burst.clock is None else DRAFT + 1)
+    return burst.tokens.shape[1] / (1 if burst.tally is None else DRAFT + 1)
 
 
 @AHEAD
@@ -113,7 +113,7 @@ def test_it_switches_itself_off_when_it_loses(looping, ahead, monkeypatch):
         return torch.full_like(history[:count], 95), position >= 0
 
     monkeypatch.setattr(speculate, "draft", wrong)
-    monkeypatch.setattr(Burst, "seconds", property(lambda b: 1.0 if b.clock is None else 10.0))
+    monkeypatch.setattr(Burst, "seconds", property(lambda b: 1.0 if b.tally is None else 10.0))
     llm = small_llm(looping, ahead, speculate="ngram")
     done = llm.generate(REPETITIVE, max_new_tokens=80)
     assert done.tokens == small_llm(looping).generate(REPETITIVE, max_new_tokens=80).tokens

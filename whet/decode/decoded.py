@@ -56,8 +56,7 @@ def run(runner: Runner, start: Start, cuts: list[int]) -> dict[str, torch.Tensor
     for t, given in zip(runner.cache.kv, start.kv):
         t.fill_(float("nan"))
         t[:, :rows, :, : given.shape[3]] = given
-    runner.clock[:rows] = torch.tensor(start.olds, device=device)
-    runner.pace[:rows] = 1
+    runner.place_all(start.olds, live=True)
     runner.token[:rows] = start.first
     tokens, values, logits = [], [], []
     for n in cuts:

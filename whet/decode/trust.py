@@ -142,8 +142,8 @@ def side_by_side(c: Config, device: torch.device) -> int:
     if device.type != "cuda":
         return 1
     layer = c.hidden * (sum(c.qkv_rows) + c.heads * c.head_dim + 3 * c.ffn)
-    held = 10 * (2 * layer + (1 if c.tied else 2) * c.vocab * c.hidden) + (2 << 30)
-    return max(1, min(CHILDREN, (os.cpu_count() or 1) // 2, free_bytes(device) // held))
+    needed = 10 * (2 * layer + (1 if c.tied else 2) * c.vocab * c.hidden) + (2 << 30)
+    return max(1, min(CHILDREN, (os.cpu_count() or 1) // 2, free_bytes(device) // needed))
 
 
 def wanted(model: Qwen3) -> bool:

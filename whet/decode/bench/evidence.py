@@ -125,7 +125,7 @@ def in_steps(contender: Graph) -> quality.Logits:
     def logits(tokens: torch.Tensor) -> torch.Tensor:
         rows = []
         for row in tokens.split(1):
-            contender.held, contender.first = 0, row[:, :1]
+            contender.cached_tokens, contender.first = 0, row[:, :1]
             rows.append(contender.forced(row))
         return torch.cat(rows)
 

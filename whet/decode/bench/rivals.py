@@ -151,7 +151,7 @@ class TransformersStatic(Compiled):
             raise ValueError("a cache with a sliding window cannot be rewound")
         self.module = transformers_model(model)
         self.cache: Any = StaticCache(config=self.module.config, max_cache_len=length)
-        self.held, self.at = 0, torch.zeros(1, dtype=torch.int64, device=model.embed.device)
+        self.cached_tokens, self.at = 0, torch.zeros(1, dtype=torch.int64, device=model.embed.device)
         self.placed, self.compiled = must_be_placed(self.module), compiled(self.one)
 
     def one(self, token, at):
@@ -161,16 +161,16 @@ class TransformersStatic(Compiled):
 
     @torch.no_grad()
     def feed(self, prompt, first):
-        self.held, self.first = 0, first
+        self.cached_tokens, self.first = 0, first
         self.rewind()
         read_prompt(self.module, self.cache, prompt.expand(len(first), -1))
-        self.held = prompt.shape[1]
+        self.cached_tokens = prompt.shape[1]
 
     def rewind(self):
-        self.at.fill_(self.held)
+        self.at.fill_(self.cached_tokens)
         for layer in self.cache.layers:
             if hasattr(layer, "cumulative_length"):
-                layer.cumulative_length.fill_(self.held)
+                layer.cumulative_length.fill_(self.cached_tokens)
 
     def close(self):
         torch._dynamo.reset()
@@ -283,7 +283,7 @@ class ByHand(nn.Module):
 
 class GptFast(Compiled):
     def __init__(self, model: Qwen3, batch: int, length: int, tuned: bool = False):
-        self.module, self.held = ByHand(model, batch, length), 0
+        self.module, self.cached_tokens = ByHand(model, batch, length), 0
         self.at = torch.zeros(1, dtype=torch.int64, device=model.embed.device)
         self.compiled = compiled(self.one, tuned)
 
@@ -293,13 +293,13 @@ class GptFast(Compiled):
 
     @torch.no_grad()
     def feed(self, prompt, first):
-        self.held, self.first = prompt.shape[1], first
+        self.cached_tokens, self.first = prompt.shape[1], first
         for i, part in enumerate(prompt.expand(len(first), -1).split(CHUNK, dim=1)):
             self.module(part, torch.arange(part.shape[1], device=part.device) + i * CHUNK)
         self.rewind()
 
     def rewind(self):
-        self.at.fill_(self.held)
+        self.at.fill_(self.cached_tokens)
 
     def close(self):
         torch._dynamo.reset()
