@@ -17,7 +17,7 @@ from torch import nn
 
 from whet.choices import Choices
 from whet.measure import Graph, Stopwatch
-from whet.models.tiny_llama import Config, batch
+from whet.models.tiny_llama import TinyLlamaConfig, batch
 from whet.ops.rope import tables
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
@@ -55,7 +55,7 @@ class Pieces:
 
 
 class Attention(nn.Module):
-    def __init__(self, c: Config, pieces: Pieces):
+    def __init__(self, c: TinyLlamaConfig, pieces: Pieces):
         super().__init__()
         self.c, self.attend = c, pieces.attend
         self.rows = [rows for _, rows in c.splits["qkv"]]
@@ -68,7 +68,7 @@ class Attention(nn.Module):
 
 
 class MLP(nn.Module):
-    def __init__(self, c: Config, pieces: Pieces):
+    def __init__(self, c: TinyLlamaConfig, pieces: Pieces):
         super().__init__()
         self.swiglu, width = pieces.swiglu, c.ffn_mult * c.hidden
         self.gate_up, self.down = nn.Linear(c.hidden, 2 * width, bias=False), nn.Linear(width, c.hidden, bias=False)
@@ -78,7 +78,7 @@ class MLP(nn.Module):
 
 
 class Block(nn.Module):
-    def __init__(self, c: Config, pieces: Pieces):
+    def __init__(self, c: TinyLlamaConfig, pieces: Pieces):
         super().__init__()
         self.eps, self.attention, self.mlp = c.eps, Attention(c, pieces), MLP(c, pieces)
         self.norm1, self.norm2 = nn.Parameter(torch.ones(c.hidden)), nn.Parameter(torch.ones(c.hidden))
@@ -94,7 +94,7 @@ class Block(nn.Module):
 
 
 class Llama(nn.Module):
-    def __init__(self, c: Config, pieces: Pieces = Pieces()):  # noqa: B008  (frozen)
+    def __init__(self, c: TinyLlamaConfig, pieces: Pieces = Pieces()):  # noqa: B008  (frozen)
         super().__init__()
         self.c = c
         self.embed = nn.Embedding(c.vocab, c.hidden)  # also the head: tied
@@ -140,7 +140,7 @@ class Training:
                 run()
 
 
-def train(c: Config, steps: int, pieces: Pieces) -> dict:
+def train(c: TinyLlamaConfig, steps: int, pieces: Pieces) -> dict:
     """Train for real. The parts are timed by the stage's timer, all timed steps together by one that synchronises."""
     torch.manual_seed(c.seed)
     torch.set_float32_matmul_precision("high")
@@ -172,9 +172,9 @@ def gradients(model: nn.Module) -> int:
     return len(named)
 
 
-def config(a: argparse.Namespace) -> Config:
+def config(a: argparse.Namespace) -> TinyLlamaConfig:
     c = replace(
-        Config(), batch=a.batch_size, seq_len=a.seq_len, hidden=a.hidden_dim, layers=a.num_layers,
+        TinyLlamaConfig(), batch=a.batch_size, seq_len=a.seq_len, hidden=a.hidden_dim, layers=a.num_layers,
         heads=a.num_heads, kv_heads=max(1, a.num_heads // 2),
     )
     if min(c.batch, c.seq_len, c.hidden, c.layers, c.heads) < 1:

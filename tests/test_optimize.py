@@ -14,13 +14,13 @@ import whet.plans
 from whet import models
 from whet.choices import Choices
 from whet.lock import Lock
-from whet.models.tiny_llama import MODEL, SIZES, Config
+from whet.models.tiny_llama import MODEL, SIZES, TinyLlamaConfig
 from whet.op import Impl, discover
 from whet.plans import BEFORE, PRECISIONS, Plan, Runner, best_plan, plans, precision_set, record_calls
 from whet.race import NOISY
 from whet.verify import Verdict
 
-SMALL = Config(hidden=32, layers=1, seq_len=8, batch=2, heads=2, kv_heads=1, vocab=31)
+SMALL = TinyLlamaConfig(hidden=32, layers=1, seq_len=8, batch=2, heads=2, kv_heads=1, vocab=31)
 TARGET = "tiny-llama:test"
 OPS = {"rms_norm", "add_rms_norm", "rope", "swiglu", "linear_cross_entropy"}
 

@@ -13,12 +13,12 @@ import torch
 
 from whet.decode import nvrtc, persistent
 from whet.decode.bench.agree import CHECKED, Truth
-from whet.decode.bench.contender import Persistent
+from whet.decode.bench.contender import PersistentContender
 from whet.decode.cache import Cache
 from whet.decode.engine import LLM
 from whet.decode.oracle import by_formulas, widened
 from whet.decode.quantize import quantize
-from whet.decode.runner import Runner
+from whet.decode.runner import DecodeRunner
 from whet.models import qwen3
 from whet.op import discover
 from whet.verify import judge
@@ -222,7 +222,7 @@ def test_a_model_that_does_not_fit_is_told_why():
     with pytest.raises(ValueError, match="persistent kernel does not fit"):
         persistent.Persistent(weights(SMALL))
     with pytest.raises(ValueError, match="path must be one of auto, graph, persistent"):
-        Runner(None, None, 1, path="fast")
+        DecodeRunner(None, None, 1, path="fast")
 
 
 def test_no_block_has_fewer_rows_of_the_residual_than_it_must():
@@ -270,7 +270,7 @@ def test_a_kernel_that_does_not_load_leaves_the_graph(caplog):
 
 
 def test_a_kernel_that_is_still_compiled_is_not_ready():
-    runner = Runner(weights(SMALL), Cache(SMALL, torch.bfloat16, torch.device("cpu"), max_tokens=64), 2)
+    runner = DecodeRunner(weights(SMALL), Cache(SMALL, torch.bfloat16, torch.device("cpu"), max_tokens=64), 2)
     steps = ("step", 1, 64, "greedy")
     assert runner.persistent is None and runner.ready(steps)  # plain calls, on a CPU
     runner.persistent = types.SimpleNamespace(kernel=None)  # to load it, or to wait, would fail
@@ -302,7 +302,7 @@ def able(device):
 def begun(model, old: int):
     """A contender that has read `old` tokens, and what it is judged by."""
     prompt, first = torch.randint(model.c.vocab, (1, old), device="cuda"), torch.tensor([[PLACES["token"]]], device="cuda")
-    made = Persistent(model, 1, old + 40)
+    made = PersistentContender(model, 1, old + 40)
     made.feed(prompt, first)
     return made, Truth(model, prompt, torch.randint(model.c.vocab, (1, CHECKED), device="cuda"))
 

@@ -116,7 +116,7 @@ class Persistent:
             self.blocks = blocks_for(model, props.multi_processor_count)
             sizes = sizes_of(model, self.blocks, nvrtc.most_shared(device))
             self.code = compiler().submit(nvrtc.cached, source(), f"sm_{props.major}{props.minor}a", sizes)
-            self.kernel: nvrtc.Kernel | None = None
+            self.kernel: nvrtc.LoadedKernel | None = None
             self.layers = layer_table(model).to(device)
             self.epoch, self.failed = (torch.zeros(1, dtype=torch.int32, device=device) for _ in range(2))
 
@@ -126,7 +126,7 @@ class Persistent:
             return
         device = self.model.embed.device
         with torch.cuda.device(device):
-            kernel = nvrtc.Kernel(self.code.result(), "decode")
+            kernel = nvrtc.LoadedKernel(self.code.result(), "decode")
             self.threads, self.shared = kernel.constant("BLOCK_THREADS"), kernel.constant("SHARED_BYTES")
             kernel.reserve(self.shared)
             self.mailbox = torch.zeros(kernel.constant("MAILBOX_WORDS"), dtype=torch.int64, device=device)

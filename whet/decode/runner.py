@@ -60,7 +60,7 @@ class Burst:
         return self.end.since(self.begin)
 
 
-class Runner:
+class DecodeRunner:
     """The state of up to `rows` sequences. Row b of the state goes with row b of the cache.
 
     token       (rows,) the token that is fed next

@@ -12,7 +12,7 @@ import torch
 
 from whet import measure
 from whet.decode.request import Request
-from whet.decode.runner import Burst, Runner, mode_of
+from whet.decode.runner import Burst, DecodeRunner, mode_of
 from whet.decode.speculate import DRAFT, Speculator
 
 BURST = 8  # tokens of a row between two looks of the host, on a GPU
@@ -60,7 +60,7 @@ class Sent:
 class Server:
     """burst: tokens of a row between two looks of the host; ahead: bursts that are enqueued before one is read."""
 
-    def __init__(self, runner: Runner, speculator: Speculator | None = None):
+    def __init__(self, runner: DecodeRunner, speculator: Speculator | None = None):
         self.runner, self.speculator = runner, speculator
         self.burst, self.ahead = (BURST, 1) if runner.device.type == "cuda" else (1, 0)
         self.slots = [Slot() for _ in range(runner.rows)]

@@ -12,7 +12,7 @@ from collections import deque
 import torch
 
 from whet import graphs
-from whet.decode.runner import RING, Burst, Runner
+from whet.decode.runner import RING, Burst, DecodeRunner
 from whet.op import base, discover
 from whet.ops._gemv import batch_invariant
 from whet.ops._pdl import pdl
@@ -48,7 +48,7 @@ def agreed(drafted: torch.Tensor, chosen: torch.Tensor) -> torch.Tensor:
 class Speculator:
     """Row 0 of a runner, decoded greedily with drafts. history holds its tokens up to the one that is fed next."""
 
-    def __init__(self, runner: Runner):
+    def __init__(self, runner: DecodeRunner):
         self.runner = runner
         if runner.device.type == "cuda":
             runner.one_pass = batch_invariant_in_one_pass(runner.model)

@@ -14,13 +14,13 @@ import torch
 
 from whet import measure, models
 from whet.choices import Choices
-from whet.decode.bench.contender import Graph
+from whet.decode.bench.contender import GraphContender
 from whet.decode.load import open_model
 from whet.decode.quantize import bytes_per_token
 from whet.decode.trust import trusted
 from whet.diagnose.profile import Range, on_cpu, profiled, taken
 from whet.diagnose.target import CannotRun, Target, raised
-from whet.models.qwen3 import Config
+from whet.models.qwen3 import Qwen3Config
 
 PROMPT = 16  # tokens in the cache before the first step that is looked at
 CONTEXT = 128  # the same for a built-in decoder
@@ -65,12 +65,12 @@ def built_in(text: str) -> Decoder | None:
         known, size = models.find(text)
     except ValueError:
         return None
-    if not isinstance(known.sizes[size], Config):
+    if not isinstance(known.sizes[size], Qwen3Config):
         return None
     model, _ = open_model(random_weights=f"{known.name}:{size}")
     if why := trusted(model, "graph").why:
         raise ValueError(f"{text}: {why[0]}")
-    contender = Graph(model, 1, CONTEXT + BURST)
+    contender = GraphContender(model, 1, CONTEXT + BURST)
     token = torch.zeros(1, 1, dtype=torch.int64, device=model.embed.device)
     contender.feed(torch.arange(CONTEXT, device=token.device)[None] % model.c.vocab, token)
     at, (k, v) = torch.full((1,), CONTEXT, dtype=torch.int64, device=token.device), contender.runner.cache.kv

@@ -303,7 +303,7 @@ SOME = 16  # rows of x at most that are taken by programs which hold their rows 
 
 
 @dataclass(frozen=True)
-class Cut:
+class GemmCut:
     """Rows of x and of w and columns that a program takes at a time, stages, parts of K, whether w is asked for early."""
 
     BLOCK_M: int
@@ -320,16 +320,17 @@ def modern() -> bool:
     return bool(capability and capability >= (9, 0))
 
 
-def cut(M: int, N: int, paired: bool, dtype: torch.dtype) -> Cut:
+def cut(M: int, N: int, paired: bool, dtype: torch.dtype) -> GemmCut:
     """Narrow enough that every SM has rows of w, or K in parts; less at once where memory is small.
 
     64 rows of x even for few: narrower tiles go through slower tensor instructions.
     """
     if dtype == torch.float32 or not modern():
-        return Cut(64, 16, 64, 2)
+        return GemmCut(64, 16, 64, 2)
     if N < 2048:
-        return Cut(64, 32, 128, 4, PARTS=4, ASK=True) if SOME < M <= 64 and not paired else Cut(64, 16, 256, 4 if paired else 5)
-    return Cut(64, 32, 128, 4, ASK=SOME < M <= 64) if N < 2**16 else Cut(64, 64, 64, 4)
+        in_parts = SOME < M <= 64 and not paired
+        return GemmCut(64, 32, 128, 4, PARTS=4, ASK=True) if in_parts else GemmCut(64, 16, 256, 4 if paired else 5)
+    return GemmCut(64, 32, 128, 4, ASK=SOME < M <= 64) if N < 2**16 else GemmCut(64, 64, 64, 4)
 
 
 def some(x, norm, w, scale, bias, res, y, strides, eps, how) -> torch.Tensor:

@@ -7,7 +7,7 @@ import torch
 
 from whet.decode import persistent
 from whet.decode.cache import Cache
-from whet.decode.runner import Runner
+from whet.decode.runner import DecodeRunner
 from whet.decode.sampling import Sampling
 from whet.models.qwen3 import Qwen3, kernels
 from whet.ops._pdl import pdl
@@ -76,7 +76,7 @@ class Contender:
             token = self.step(token)[0].clone()
 
 
-class Graph(Contender):
+class GraphContender(Contender):
     """whet's runner: one captured graph replayed for each token; on a CPU, plain calls."""
 
     path = "graph"
@@ -86,7 +86,7 @@ class Graph(Contender):
         self.model, self.batch, self.cached_tokens = model, batch, 0
         if cache.device.type == "cuda" and not model.own_ops:
             model.ops = kernels()  # a contender is verified before it is timed
-        self.runner = Runner(model, cache, batch, self.path)
+        self.runner = DecodeRunner(model, cache, batch, self.path)
         self.runner.hold(batch, length)
         self.context = self.runner.context(length)
 
@@ -129,7 +129,7 @@ class Graph(Contender):
         self.runner.cache.drop()
 
 
-class Persistent(Graph):
+class PersistentContender(GraphContender):
     """whet's persistent kernel: one launch for all tokens of one sequence."""
 
     path = "persistent"
@@ -148,4 +148,4 @@ class Persistent(Graph):
         return self.runner.token[:1, None], logits
 
 
-OURS: dict[str, type[Contender]] = {"whet graph": Graph, "whet persistent": Persistent}
+OURS: dict[str, type[Contender]] = {"whet graph": GraphContender, "whet persistent": PersistentContender}

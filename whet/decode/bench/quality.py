@@ -234,7 +234,7 @@ def paired(what: str, ours: torch.Tensor, theirs: torch.Tensor) -> Paired:
 
 
 @dataclass(frozen=True)
-class Verdict:
+class QualityVerdict:
     ok: bool
     why: str
     tokens: int
@@ -247,7 +247,7 @@ class Verdict:
         return asdict(self)
 
 
-def not_worse(ours: Scores, theirs: Scores) -> Verdict:
+def not_worse(ours: Scores, theirs: Scores) -> QualityVerdict:
     """Whether ours is as near to the float32 reference as theirs, an eager model in the same dtype, on the same text.
 
     KL, NLL   the mean difference over tokens must not exceed what chance gives once in 1 / LEVEL. Of the NLL it is the
@@ -265,7 +265,7 @@ def not_worse(ours: Scores, theirs: Scores) -> Verdict:
     ]
     if top1 is not None and top1 < 1:
         reasons.append(f"top-1 differs at {round((1 - top1) * decided)} of {decided} tokens whose margin exceeds the rounding")
-    return Verdict(not reasons, "; ".join(reasons), len(ours.tokens), kl, nll, top1, decided)
+    return QualityVerdict(not reasons, "; ".join(reasons), len(ours.tokens), kl, nll, top1, decided)
 
 
 def compare_quants(
