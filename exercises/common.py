@@ -19,7 +19,7 @@ from whet.choices import Choices
 from whet.graphs import Graph
 from whet.measure import Stopwatch
 from whet.models import Recipe
-from whet.models.tiny_llama import Config, batch
+from whet.models.tiny_llama import TinyLlamaConfig, batch
 from whet.ops.rope import tables
 from whet.workload import Workload
 
@@ -58,7 +58,7 @@ class Pieces:
 
 
 class Attention(nn.Module):
-    def __init__(self, c: Config, pieces: Pieces):
+    def __init__(self, c: TinyLlamaConfig, pieces: Pieces):
         super().__init__()
         self.c, self.attend = c, pieces.attend
         self.rows = [rows for _, rows in c.splits["qkv"]]
@@ -71,7 +71,7 @@ class Attention(nn.Module):
 
 
 class MLP(nn.Module):
-    def __init__(self, c: Config, pieces: Pieces):
+    def __init__(self, c: TinyLlamaConfig, pieces: Pieces):
         super().__init__()
         self.swiglu, width = pieces.swiglu, c.ffn_mult * c.hidden
         self.gate_up, self.down = nn.Linear(c.hidden, 2 * width, bias=False), nn.Linear(width, c.hidden, bias=False)
@@ -81,7 +81,7 @@ class MLP(nn.Module):
 
 
 class Block(nn.Module):
-    def __init__(self, c: Config, pieces: Pieces):
+    def __init__(self, c: TinyLlamaConfig, pieces: Pieces):
         super().__init__()
         self.eps, self.attention, self.mlp = c.eps, Attention(c, pieces), MLP(c, pieces)
         self.norm1, self.norm2 = nn.Parameter(torch.ones(c.hidden)), nn.Parameter(torch.ones(c.hidden))
@@ -97,7 +97,7 @@ class Block(nn.Module):
 
 
 class Llama(nn.Module):
-    def __init__(self, c: Config, pieces: Pieces = Pieces()):  # noqa: B008  (frozen)
+    def __init__(self, c: TinyLlamaConfig, pieces: Pieces = Pieces()):  # noqa: B008  (frozen)
         super().__init__()
         self.c = c
         self.embed = nn.Embedding(c.vocab, c.hidden)  # also the head: tied
@@ -143,7 +143,7 @@ class Training:
                 run()
 
 
-def train(c: Config, recipe: Recipe, steps: int, pieces: Pieces) -> dict:
+def train(c: TinyLlamaConfig, recipe: Recipe, steps: int, pieces: Pieces) -> dict:
     """Train for real. The parts are timed by the stage's timer, all timed steps together by one that synchronises."""
     torch.manual_seed(recipe.seed)
     torch.set_float32_matmul_precision("high")
@@ -175,10 +175,10 @@ def gradients(work: Workload) -> int:
     return total
 
 
-def config(a: argparse.Namespace) -> Config:
+def config(a: argparse.Namespace) -> TinyLlamaConfig:
     if min(a.batch_size, a.seq_len, a.hidden_dim, a.num_layers, a.num_heads) < 1:
         raise ValueError("sizes must be at least 1")
-    c = Config(
+    c = TinyLlamaConfig(
         hidden=a.hidden_dim, layers=a.num_layers, heads=a.num_heads, kv_heads=max(1, a.num_heads // 2),
         max_positions=a.seq_len,
     )

@@ -1,5 +1,5 @@
 // Runs whet/decode/cuda on a CPU: every thread of every block is a fiber, copies arrive late and in any order.
-// What it shows: indices, generations, barriers, the ring, sums. What it cannot: the memory order and the speed of a GPU.
+// What it shows: indices, epochs, barriers, the ring, sums. What it cannot: the memory order and the speed of a GPU.
 #include <csetjmp>
 #include <cmath>
 #include <cstdint>
@@ -181,7 +181,7 @@ static float root(float x) { return 1.0f / std::sqrt(x); }
 static_assert(WARPS * 32 == 256 && THREADS == 384, "Group and launch have these numbers");
 
 extern "C" const int SHARED_BYTES = S_RING + STAGES * UNIT;
-extern "C" const int WORDS = N_WORDS;
+extern "C" const int MAILBOX_WORDS = N_MAILBOX;
 extern "C" const int QKV_AT = AT_QKV, PART_AT = AT_PART, Y_AT = AT_Y, IS_AHEAD = Block::AHEAD;
 
 static const Args* given;

@@ -5,14 +5,14 @@ from conftest import DEVICE
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from whet.decode.engine import LLM
-from whet.models.qwen3 import Config, Qwen3, random_weights
+from whet.models.qwen3 import Qwen3, Qwen3Config, random_weights
 
-CONFIG = Config(
+CONFIG = Qwen3Config(
     vocab=96, hidden=64, layers=2, heads=4, kv_heads=2, head_dim=16, ffn=96, max_positions=1024, theta=1e4, tied=False
 )
 
 
-def small_model(config: Config = CONFIG, scale: float = 12.0) -> Qwen3:
+def small_model(config: Qwen3Config = CONFIG, scale: float = 12.0) -> Qwen3:
     """Random weights so large that a token depends on those before it; the same on every device."""
     model = random_weights(config, device="cpu", dtype=torch.float32).requires_grad_(False).to(DEVICE)
     with torch.no_grad():

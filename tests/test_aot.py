@@ -114,7 +114,7 @@ def test_of_inference_what_a_decoder_launches_is_compiled_and_each_kernel_once_i
     for target in TARGETS:
         here = own if target in ("sm_90", "sm_100") else own - later
         assert {kernel for _, kernel, _, _, t, _ in found if t == target} == here
-        linked = [options["CHAINED"] for *_, t, options in found if t == target and "CHAINED" in options]  # a prompt's are not
+        linked = [options["PDL"] for *_, t, options in found if t == target and "PDL" in options]  # a prompt's are not
         assert set(linked) == {target in ("sm_90", "sm_100")}
     assert {kernel for _, kernel, _, dtype, *_ in found if dtype == "float32"} == own - later
     for op in (p.values[0] for p in every_op(lambda op: not op.grads)):

@@ -33,7 +33,8 @@ CASE = pytest.mark.parametrize("case", CASES, ids=named)
 @pytest.mark.parametrize("change, words", [
     (dict(dtype=torch.float32), "float16 or bfloat16"), (dict(D=20), "multiple of 8"), (dict(D=136), "multiple of 8 up to 128"),
     (dict(Lq=1), "a single row"), (dict(Lk=0), "must not be empty"), (dict(window=16), "window=16"),
-    (dict(causal="bottom-right"), "no word for causal='bottom-right'"), (dict(precision="fp8"), "precision='fp8' is served by"),
+    (dict(causal="bottom-right"), "only full or top-left causal, got causal='bottom-right',"),
+    (dict(precision="fp8"), "precision='fp8' is served by"),
 ])
 def test_refuses_what_cudnns_backward_does_not_do(change, words):
     case = dict(B=1, H=2, KV=1, Lq=48, Lk=64, D=32) | change
@@ -130,7 +131,7 @@ def test_torchs_own_plans_are_as_wrong_as_beware_says(impl, device):
         pytest.skip(reason)
     assert verify(OP, OP.impls[impl], args).ok
     verdict = verify(OP, OP.impls[impl], args, dout_layout="sliced")
-    assert not verdict.ok, f"torch {torch.__version__} reads other upstream layouts: what `beware` says is over"
+    assert not verdict.ok, f"torch {torch.__version__} reads other upstream layouts: what `caveat` says is over"
 
 
 @pytest.mark.gpu

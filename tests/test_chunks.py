@@ -8,7 +8,7 @@ from small_decoder import Tape, small_model
 from whet.decode import chunks
 from whet.decode.cache import Cache
 from whet.decode.chunks import Chunks, length
-from whet.decode.runner import Runner
+from whet.decode.runner import DecodeRunner
 from whet.decode.sampling import Sampling
 
 TOKENS = [(7 * i * i + i) % 96 for i in range(200)]
@@ -25,14 +25,14 @@ def short_chunks(monkeypatch):
         monkeypatch.setattr(chunks, name, value)
 
 
-def runner_of(model, rows: int = 2, tokens: int = 256, graphs: bool = True) -> Runner:
-    runner = Runner(model, Cache(model.c, model.embed.dtype, model.embed.device, max_tokens=model.c.max_positions), rows)
+def runner_of(model, rows: int = 2, tokens: int = 256, graphs: bool = True) -> DecodeRunner:
+    runner = DecodeRunner(model, Cache(model.c, model.embed.dtype, model.embed.device, max_tokens=model.c.max_positions), rows)
     runner.capture = (Tape if DEVICE == "cpu" else graphs.Graph) if graphs else None
     runner.hold(rows, tokens)
     return runner
 
 
-def fed(runner: Runner, n: int, row: int = 0, start: int = 0) -> tuple:
+def fed(runner: DecodeRunner, n: int, row: int = 0, start: int = 0) -> tuple:
     """The token chosen, its logit, and what the cache holds of the prompt."""
     burst = runner.prefill(row, TOKENS[:n], start, Sampling())
     return burst.read(), burst.logits.tolist(), *(t[:, row, :, :n].clone() for t in runner.cache.kv)

@@ -26,7 +26,7 @@ from whet.report import tables
 COMMANDS = typer.main.get_command(app).commands  # type: ignore[attr-defined]
 WHET = [sys.executable, "-m", "whet"]
 RESULT = {
-    "target": "tiny-llama:tiny float32", "config": "Config()", "chosen": "eager", "tied": False, "speedup": 2.0,
+    "target": "tiny-llama:tiny float32", "config": "TinyLlamaConfig()", "chosen": "eager", "tied": False, "speedup": 2.0,
     "note": "No GPU.", "calls": [], "from_lock": False, "seconds": 1.0, "entries": [
         {
             "call": {"op": "rope", "case": {"B": 2, "S": 8}, "dtype": "float32", "grad": True},

@@ -14,10 +14,10 @@ from test_cli import example, invoke, said
 from whet.decode.bench import agree, contender, evidence, prepare, quality, rivals
 from whet.decode.bench import run as bench
 from whet.decode.quantize import quantize
-from whet.models.qwen3 import Config, random_weights
+from whet.models.qwen3 import Qwen3Config, random_weights
 from whet.report import decode as tables
 
-SMALL = Config(vocab=97, hidden=32, layers=2, heads=4, kv_heads=2, head_dim=16, ffn=64, max_positions=64)
+SMALL = Qwen3Config(vocab=97, hidden=32, layers=2, heads=4, kv_heads=2, head_dim=16, ffn=64, max_positions=64)
 STRETCHED = dict(rope_type="llama3", factor=8.0, low_freq_factor=1.0, high_freq_factor=4.0, original_max_position_embeddings=16)
 FAMILIES = {
     "qwen3": SMALL,
@@ -30,7 +30,7 @@ FAMILIES = {
 pytestmark = pytest.mark.usefixtures("one_thread")
 
 
-def made(c: Config = SMALL, device: str = "cpu"):
+def made(c: Qwen3Config = SMALL, device: str = "cpu"):
     """Biases and norms away from 0 and 1, where one that is left out would not show."""
     model = random_weights(c, device=device, dtype=torch.float32).requires_grad_(False)
     generator = torch.Generator(device).manual_seed(7)
@@ -42,7 +42,7 @@ def made(c: Config = SMALL, device: str = "cpu"):
     return model
 
 
-def tokens_of(c: Config, *shape: int) -> torch.Tensor:
+def tokens_of(c: Qwen3Config, *shape: int) -> torch.Tensor:
     return torch.randint(c.vocab, shape, generator=torch.Generator().manual_seed(3))
 
 
@@ -94,17 +94,17 @@ def test_whets_own_decoder_is_held_to_the_same_truth(quant, device):
     model = made(replace(SMALL, hidden=64), device)
     if quant:
         quantize(model, quant)
-    verdict = truth_of(model).judge(contender.Graph(model, 2, 24))
+    verdict = truth_of(model).judge(contender.GraphContender(model, 2, 24))
     assert verdict.ok, verdict.why
 
 
-class Wrong(contender.Graph):
+class Wrong(contender.GraphContender):
     def step(self, token):
         chosen, logits = super().step(token)
         return chosen, logits * 1.001
 
 
-class Careless(contender.Graph):
+class Careless(contender.GraphContender):
     """Right logits, wrong tokens: what it would do by itself is looked at too."""
 
     def chain(self, tokens):
@@ -120,7 +120,7 @@ def test_a_system_that_is_wrong_is_seen(kind, reason):
 @pytest.fixture
 def few(monkeypatch):
     """One system of whet's, so that a bench takes a second."""
-    monkeypatch.setattr(bench, "OURS", {"whet graph": contender.Graph})
+    monkeypatch.setattr(bench, "OURS", {"whet graph": contender.GraphContender})
     monkeypatch.setattr(bench, "PREFILL", 16)
     monkeypatch.setattr(bench, "LEAST", 2)
 
@@ -164,7 +164,7 @@ class Absent(contender.Contender):
 
 
 def test_a_rival_that_is_missing_wrong_or_late_is_left_out_with_the_reason(few, monkeypatch):
-    monkeypatch.setattr(rivals, "RIVALS", {"absent": Absent, "wrong": Wrong, "right": contender.Graph})
+    monkeypatch.setattr(rivals, "RIVALS", {"absent": Absent, "wrong": Wrong, "right": contender.GraphContender})
     rows = {r["system"]: r for r in benched("--rivals", "all")["measured"]["rows"]}
     assert rows["right"]["ms"] and rows["whet graph"]["together"] == 2
     assert rows["absent"]["why"] == "ImportError: No module named 'transformers'" and "exceeds" in rows["wrong"]["why"]
@@ -176,7 +176,7 @@ def test_a_rival_that_is_missing_wrong_or_late_is_left_out_with_the_reason(few, 
 
 
 def test_one_that_fails_while_it_is_timed_costs_itself_only(few, monkeypatch):
-    class Breaks(contender.Graph):
+    class Breaks(contender.GraphContender):
         def run(self, tokens):
             raise RuntimeError("lost\nmore")
 
@@ -186,7 +186,7 @@ def test_one_that_fails_while_it_is_timed_costs_itself_only(few, monkeypatch):
 
 
 def test_rivals_are_timed_at_the_points_asked_for(few, monkeypatch):
-    monkeypatch.setattr(rivals, "RIVALS", {"right": contender.Graph})
+    monkeypatch.setattr(rivals, "RIVALS", {"right": contender.GraphContender})
     options = "--context 8,16,24 --batch 1,2,3 --rivals right --rival-context 16,24 --rival-batch 2,3"
     kept = benched(*options.split())
     found = [(r["batch"], r["context"]) for r in kept["measured"]["rows"] if r["system"] == "right"]
@@ -198,7 +198,7 @@ def test_rivals_are_timed_at_the_points_asked_for(few, monkeypatch):
 
 def test_what_is_compiled_beforehand(monkeypatch):
     """Products for each kind of weights and batch, attention for each context; rivals that do not measure on the way."""
-    monkeypatch.setattr(bench, "OURS", {"whet graph": contender.Graph, "whet kernel": contender.Graph})
+    monkeypatch.setattr(bench, "OURS", {"whet graph": contender.GraphContender, "whet kernel": contender.GraphContender})
     asked = bench.Asked(
         contexts=[128, 4096], batches=[1, 8], quants=["int8"], rivals=["transformers", "gpt-fast", "gpt-fast-tuned"],
     )
@@ -264,11 +264,11 @@ def test_quality_scores_the_kernel_for_all_tokens_where_there_is_one(monkeypatch
     """The graph's runner, which on a CPU makes plain calls, stands for the kernel."""
     model, tokens = made(), tokens_of(SMALL, 2, 9)
     assert evidence.kernel_of(model) == {}  # it is for GPUs
-    steps = evidence.in_steps(contender.Graph(model, 1, 16))
+    steps = evidence.in_steps(contender.GraphContender(model, 1, 16))
     torch.testing.assert_close(steps(tokens), quality.plain(model)(tokens))
 
     def standing(model):
-        return {evidence.ONE_KERNEL: evidence.in_steps(contender.Graph(model, 1, quality.WINDOW))}
+        return {evidence.ONE_KERNEL: evidence.in_steps(contender.GraphContender(model, 1, quality.WINDOW))}
 
     monkeypatch.setattr(evidence, "kernel_of", standing)
     found = evidence.graded("qwen3:tiny", "cpu", ["int8"], lambda *_: None)

@@ -63,11 +63,11 @@ def test_attention_where_chunks_grow(at, T, device, monkeypatch):
 
 
 def test_the_end_of_a_step_is_noted_once_for_all(device):
-    clock, pace = (torch.tensor(x, device=device) for x in ([5, 6, 7, 9, 2, 0, 0], [1, 0, 1, 1, 1, 0, 0]))
-    token, emitted = (torch.zeros(shape, dtype=torch.int64, device=device) for shape in (4, (4, 8)))
+    position, advance = (torch.tensor(x, device=device) for x in ([5, 6, 7, 9, 2, 0, 0], [1, 0, 1, 1, 1, 0, 0]))
+    token, out_tokens = (torch.zeros(shape, dtype=torch.int64, device=device) for shape in (4, (4, 8)))
     logit = torch.zeros(4, 8, device=device)
     chosen, value = torch.tensor([11, 12, 13], device=device), torch.tensor([1.0, 2.0, 3.0], device=device)
-    note(chosen, value, token, emitted, logit, clock, pace, 4)
-    assert token.tolist() == [11, 12, 13, 0] and clock.tolist() == [6, 6, 8, 10, 3, 0, 0]
-    assert emitted[:, 2].tolist() == [11, 12, 13, 0] and logit[:, 2].tolist() == [1, 2, 3, 0]
-    assert emitted.count_nonzero() == 3 and logit.count_nonzero() == 3
+    note(chosen, value, token, out_tokens, logit, position, advance, 4)
+    assert token.tolist() == [11, 12, 13, 0] and position.tolist() == [6, 6, 8, 10, 3, 0, 0]
+    assert out_tokens[:, 2].tolist() == [11, 12, 13, 0] and logit[:, 2].tolist() == [1, 2, 3, 0]
+    assert out_tokens.count_nonzero() == 3 and logit.count_nonzero() == 3

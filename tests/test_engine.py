@@ -313,7 +313,7 @@ def test_an_interrupt_leaves_the_engine_usable(model, expected, monkeypatch):
         with pytest.raises(KeyboardInterrupt):
             llm.generate(PROMPTS[:4], max_new_tokens=24)
         monkeypatch.undo()
-        assert not llm.runner.pace[:2].any()
+        assert not llm.runner.advance[:2].any()
         done = llm.generate(PROMPTS[:4], max_new_tokens=24, reuse=True)
         assert [c.tokens for c in done] == [expected[p] for p in PROMPTS[:4]]
 

@@ -16,14 +16,14 @@ from rich.console import Console
 from whet import exercise
 from whet.diagnose.script import run_script
 from whet.diagnose.watch import watch
-from whet.models.tiny_llama import Config
+from whet.models.tiny_llama import TinyLlamaConfig
 from whet.report.exercises import exercises_table
 from whet.verify import judge
 
 TINY = dict(batch_size=2, seq_len=32, num_steps=3, hidden_dim=64, num_layers=2, num_heads=4)
 FLAGS = [word for name, value in TINY.items() for word in (f"--{name.replace('_', '-')}", str(value))]
-SMALL = Config(hidden=64, layers=2, heads=4, kv_heads=2)
-LN_VOCAB = math.log(Config().vocab)
+SMALL = TinyLlamaConfig(hidden=64, layers=2, heads=4, kv_heads=2)
+LN_VOCAB = math.log(TinyLlamaConfig().vocab)
 EVERY_STAGE = pytest.mark.parametrize("number", exercise.STAGES)
 REPLACES = {1: "init_weights", 2: "attend", 3: "timer", 4: "swiglu"}
 

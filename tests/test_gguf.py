@@ -10,12 +10,12 @@ import torch
 
 from whet.decode.gguf_file import FORMATS, GGUF
 from whet.decode.load import GGUF_NAMES, open_model, places, smollm2
-from whet.models.qwen3 import Config, Qwen3, random_weights
+from whet.models.qwen3 import Qwen3, Qwen3Config, random_weights
 
 gguf = pytest.importorskip("gguf")
 
 TOKENS = ["<|endoftext|>", "<|im_start|>", "<|im_end|>", *"abcdefgh", "ab"]
-SMALL = Config(
+SMALL = Qwen3Config(
     name="llama", vocab=len(TOKENS), hidden=64, layers=2, heads=4, kv_heads=2, head_dim=32, ffn=96, theta=5e4, eps=1e-5,
     qk_norm=False, max_positions=64, bos=1, eos=(2, 0),
 )

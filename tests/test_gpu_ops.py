@@ -7,8 +7,8 @@ from test_large import ROWS, judged_by_last_rows, judged_by_last_tokens
 from test_registered import gradients, kernel_of, replay_with_new_values
 
 from whet.op import as_tuple, discover, tensors
-from whet.ops._chain import chained
-from whet.ops._gemv import alike
+from whet.ops._gemv import batch_invariant
+from whet.ops._pdl import pdl
 from whet.verify import evaluate, judge, verify_case, widen
 
 pytestmark = pytest.mark.gpu
@@ -122,7 +122,7 @@ def test_a_row_has_the_same_bits_alone_and_among_others_at_a_bench_shape(op, imp
     """Sizes choose how a kernel is cut. Eight rows at most where that is asked for: more are for the tensor cores."""
     case = case | {op.dynamic[0]: 8}
     args = op.inputs(dtype=torch.bfloat16, device=device, **case)
-    with alike():
+    with batch_invariant():
         whole = evaluate(op, kernel_of(op, impl), args, False)
     batched = [k for k, v in args.items() if k in ("x", "res", "qkv", "positions", *op.mutates)]
     for where in (slice(5, 6), slice(2, 5)):
@@ -131,13 +131,13 @@ def test_a_row_has_the_same_bits_alone_and_among_others_at_a_bench_shape(op, imp
 
 
 @pytest.mark.parametrize("op, impl, case", [p for p in BENCH if not trained(p.values[0])])
-def test_a_chain_gives_the_bits_of_calls_apart(op, impl, case, device):
-    """Each kernel of a chain starts before the one before it has ended: three calls, each over what the last one wrote."""
+def test_dependent_launches_give_the_bits_of_calls_apart(op, impl, case, device):
+    """Each kernel starts before the one before it has ended: three calls, each over what the last one wrote."""
     args = op.inputs(dtype=torch.bfloat16, device=device, **case)
     apart = evaluate(op, kernel_of(op, impl), args, False)
 
     def thrice(**given):
-        with chained():
+        with pdl():
             return [kernel_of(op, impl)(**given) for _ in range(3)][-1]
 
     assert_same_bits(evaluate(op, thrice, args, False), apart)

@@ -15,8 +15,8 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from whet import machine
 from whet.commands._shapes import calls_of_shapes
 from whet.op import DTYPES, Call, Impl, as_tuple, discover, lay, tensors
-from whet.ops._chain import chain, chained
-from whet.ops._gemv import EXACT, FEW, alike, few
+from whet.ops._gemv import EXACT, FEW, batch_invariant, few
+from whet.ops._pdl import pdl, pdl_options
 from whet.verify import evaluate, own, verify, verify_case
 from whet.worker import answer_measure, answer_verify
 
@@ -70,7 +70,7 @@ def test_a_row_has_the_same_bits_alone_and_among_others(op, quant, device):
     def rows(where: slice) -> list[torch.Tensor]:
         return list(as_tuple(op.impls["triton"].run(**args | {k: args[k][where] for k in ("x", "res") if k in args})))
 
-    with alike():
+    with batch_invariant():
         whole = rows(slice(0, 8))
     for where in (slice(5, 6), slice(2, 5)):
         assert all(torch.equal(part, every[where]) for part, every in zip(rows(where), whole)), where
@@ -136,7 +136,7 @@ def test_of_equal_logits_the_first_is_chosen(M, device):
     pairs = [(3, 7), (8, 5), (2, 18), (19, N - 9), (0, N - 1), (40, 41), (42, 43), (44, 45), (46, 47)][:M]
     for x, pair in zip(args["x"], pairs):
         args["w"][list(pair)] = x * args["w"].abs().max()
-    with alike():
+    with batch_invariant():
         token, value = kernel_of(op)(**args)
     assert token.tolist() == op.reference(**args)[0].tolist() == [min(pair) for pair in pairs]
     scores = sys.modules["whet.ops.norm_argmax"].scores(**args)
@@ -304,11 +304,11 @@ def test_a_position_past_the_cache_spoils_nothing_but_its_own_row(device):
 
 
 def test_a_context_of_another_task_does_not_change_how_rows_are_taken():
-    """alike and chained belong to who entered them."""
+    """batch_invariant and pdl belong to who entered them."""
     seen = []
-    with alike(), chained():
-        thread = threading.Thread(target=lambda: seen.append((few(), chain())))
+    with batch_invariant(), pdl():
+        thread = threading.Thread(target=lambda: seen.append((few(), pdl_options())))
         thread.start()
         thread.join()
         assert few() == EXACT
-    assert seen == [(FEW, dict(CHAINED=False))] and few() == FEW
+    assert seen == [(FEW, dict(PDL=False))] and few() == FEW

@@ -12,7 +12,7 @@ from tokenizers import models as kinds
 
 from whet.decode.load import HF_NAMES, open_model, places
 from whet.decode.text import LLAMA3, QWEN2, Text
-from whet.models.qwen3 import Config, Qwen3, random_weights
+from whet.models.qwen3 import Qwen3, Qwen3Config, random_weights
 
 GIVEN = dict(
     architectures=["Qwen3ForCausalLM"], vocab_size=320, hidden_size=64, num_hidden_layers=2, num_attention_heads=4,
@@ -27,7 +27,7 @@ SPECIAL = ["<|endoftext|>", "<|im_start|>", "<|im_end|>"]
 
 
 def reference() -> Qwen3:
-    return random_weights(Config.from_hf(GIVEN))
+    return random_weights(Qwen3Config.from_hf(GIVEN))
 
 
 def tensors(model: Qwen3) -> dict[str, torch.Tensor]:

@@ -11,11 +11,22 @@ import torch
 from whet import models
 from whet.choices import Choices
 from whet.models import Recipe
-from whet.models.tiny_llama import MODEL, VARIANTS, Block, Config, TinyLlama, adapt, batch, canonical, main, train
+from whet.models.tiny_llama import (
+    MODEL,
+    VARIANTS,
+    TinyLlama,
+    TinyLlamaBlock,
+    TinyLlamaConfig,
+    adapt,
+    batch,
+    canonical,
+    main,
+    train,
+)
 from whet.plans import oracle
 from whet.verify import judge
 
-SMALL = Config(hidden=64, layers=2, heads=4, kv_heads=2, vocab=97)
+SMALL = TinyLlamaConfig(hidden=64, layers=2, heads=4, kv_heads=2, vocab=97)
 RECIPE = Recipe(batch=2, seq_len=16)
 ONE_HEAD_EACH = replace(SMALL, kv_heads=4)  # no grouping
 variants = pytest.mark.parametrize("variant", VARIANTS)
@@ -24,14 +35,14 @@ variants = pytest.mark.parametrize("variant", VARIANTS)
 pytestmark = pytest.mark.usefixtures("one_thread")
 
 
-def weights(c: Config) -> dict[str, torch.Tensor]:
+def weights(c: TinyLlamaConfig) -> dict[str, torch.Tensor]:
     """Of the plain variant; norms away from 1, where a wrong gradient through the weight cannot hide."""
     named = {n: p.detach().clone() for n, p in TinyLlama(c, "v1").named_parameters()}
     generator = torch.Generator().manual_seed(5)
     return {n: t if t.dim() == 2 else torch.rand(t.shape, generator=generator) + 0.5 for n, t in named.items()}
 
 
-def built(c: Config, variant: str, plain: dict, device: str, ops: Choices | None = None) -> TinyLlama:
+def built(c: TinyLlamaConfig, variant: str, plain: dict, device: str, ops: Choices | None = None) -> TinyLlama:
     model = TinyLlama(c, variant, ops)
     named = dict(model.named_parameters())
     own = adapt(c, variant, plain)
@@ -88,7 +99,7 @@ def test_every_variant_starts_from_the_same_weights():
 
 @variants
 def test_initial_loss_is_that_of_a_guess(variant, device):
-    for c, recipe in ((SMALL, RECIPE), (Config(layers=2), Recipe(batch=2, seq_len=32))):
+    for c, recipe in ((SMALL, RECIPE), (TinyLlamaConfig(layers=2), Recipe(batch=2, seq_len=32))):
         with torch.no_grad():
             loss = TinyLlama(c, variant).to(device)(**batch(c, recipe, device)).item()
         assert abs(loss - math.log(c.vocab)) < 0.3
@@ -141,8 +152,8 @@ def test_the_made_up_language_is_learned(variant, device):
     ids=["detached", "zero"],
 )
 def test_training_stops_with_the_name_of_a_parameter_without_gradient(method, cut, name, monkeypatch, device):
-    original = getattr(Block, method)
-    monkeypatch.setattr(Block, method, lambda self, *args: original(self, *cut(*args)))
+    original = getattr(TinyLlamaBlock, method)
+    monkeypatch.setattr(TinyLlamaBlock, method, lambda self, *args: original(self, *cut(*args)))
     with pytest.raises(RuntimeError, match=rf"tiny-llama\[v2\]: no gradient reaches .*{name}.* in all"):
         train(SMALL, RECIPE, "v2", 2, device)
 

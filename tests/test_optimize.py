@@ -15,14 +15,14 @@ from whet import models
 from whet.choices import Choices
 from whet.lock import Lock
 from whet.models import Recipe
-from whet.models.tiny_llama import MODEL, RECIPES, SIZES, Config
+from whet.models.tiny_llama import MODEL, RECIPES, SIZES, TinyLlamaConfig
 from whet.op import Impl, discover
 from whet.plans import BEFORE, PRECISIONS, Plan, PlanRunner, best_plan, plans, record_calls
 from whet.race import NOISY
 from whet.verify import Verdict
 from whet.workload import in_precision
 
-SMALL = Config(hidden=32, layers=1, heads=2, kv_heads=1, vocab=31)
+SMALL = TinyLlamaConfig(hidden=32, layers=1, heads=2, kv_heads=1, vocab=31)
 RECIPE = Recipe(batch=2, seq_len=8)
 TARGET = "tiny-llama:test"
 OPS = {"rms_norm", "add_rms_norm", "rope", "swiglu", "linear_cross_entropy"}

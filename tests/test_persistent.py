@@ -13,12 +13,12 @@ import torch
 
 from whet.decode import nvrtc, persistent
 from whet.decode.bench.agree import CHECKED, Truth
-from whet.decode.bench.contender import Persistent
+from whet.decode.bench.contender import PersistentContender
 from whet.decode.cache import Cache
 from whet.decode.engine import LLM
 from whet.decode.oracle import by_formulas, widened
 from whet.decode.quantize import quantize
-from whet.decode.runner import Runner
+from whet.decode.runner import DecodeRunner
 from whet.models import qwen3
 from whet.op import discover
 from whet.verify import judge
@@ -75,14 +75,14 @@ class Place:
             model.extend(torch.randint(c.vocab, (1, old)), *self.cache, torch.zeros(1, dtype=torch.int64), start=0)
         self.before = [t.clone() for t in self.cache]
         self.lib, self.layers = lib, persistent.layer_table(model)
-        self.words = torch.zeros(ctypes.c_int.in_dll(lib, "WORDS").value, dtype=torch.int64)
+        self.mailbox = torch.zeros(ctypes.c_int.in_dll(lib, "MAILBOX_WORDS").value, dtype=torch.int64)
         self.token, self.position = torch.tensor([PLACES["token"]]), torch.tensor([old])
-        self.emitted, self.logit = torch.full((steps,), -1), torch.zeros(steps)
+        self.out_tokens, self.logit = torch.full((steps,), -1), torch.zeros(steps)
         self.logits = torch.full((steps, c.vocab), float("nan"))
-        self.generation, self.failed = torch.zeros(1, dtype=torch.int32), torch.zeros(1, dtype=torch.int32)
+        self.epoch, self.failed = torch.zeros(1, dtype=torch.int32), torch.zeros(1, dtype=torch.int32)
 
     def run(self, steps: int | None = None, least: int = 64, seed: int = 0, patience: int = 1 << 20, silent: int = -1) -> int:
-        names = ("layers", "words", "token", "position", "emitted", "logit", "logits", "generation", "failed")
+        names = ("layers", "mailbox", "token", "position", "out_tokens", "logit", "logits", "epoch", "failed")
         held = {name: getattr(self, name) for name in names}
         held |= dict(cache_k=self.cache[0][:, 0], cache_v=self.cache[1][:, 0])
         args = persistent.arguments(self.model, held, self.n if steps is None else steps, least, patience)
@@ -91,7 +91,7 @@ class Place:
     def expected(self, dtype) -> torch.Tensor:
         """Logits of the tokens that the kernel was given, by the plain formulas."""
         model = self.model if dtype == torch.bfloat16 else widened(self.model, dtype)
-        fed = torch.cat([torch.tensor([PLACES["token"]]), self.emitted[:-1]])[None]
+        fed = torch.cat([torch.tensor([PLACES["token"]]), self.out_tokens[:-1]])[None]
         with by_formulas(model):
             hidden = model.extend(fed, *(t.to(dtype) for t in self.before), torch.tensor([self.old]), start=self.old)
             return model.logits(hidden)[0]
@@ -99,7 +99,7 @@ class Place:
 
 def check(place: Place) -> None:
     assert place.failed.item() == 0 and place.position.item() == place.old + place.n
-    assert torch.equal(place.emitted, place.logits.argmax(-1)) and place.token.item() == place.emitted[-1]
+    assert torch.equal(place.out_tokens, place.logits.argmax(-1)) and place.token.item() == place.out_tokens[-1]
     assert torch.equal(place.logit, place.logits.amax(-1))
     eager, oracle = ({"logits": place.expected(dtype)} for dtype in (torch.bfloat16, torch.float32))
     verdict = judge({"logits": place.logits}, eager, oracle, torch.finfo(torch.bfloat16).eps)
@@ -144,13 +144,13 @@ def test_a_head_whose_first_rows_are_taken_ahead(built, quant, old):
 
 
 def attended(place: Place) -> tuple[torch.Tensor, torch.Tensor]:
-    """What the last layer's attention was given, (1, 1, heads), and what came of it, from the words of the last step."""
+    """What the last layer's attention was given, (1, 1, heads), and what came of it, from the mailbox of the last step."""
     c, at = place.model.c, {name: ctypes.c_int.in_dll(place.lib, name).value for name in ("QKV_AT", "PART_AT", "Y_AT")}
-    generation, value = place.words.view(torch.int32)[1::2], place.words.view(torch.float32)[0::2]
-    joined = generation[at["Y_AT"]] == generation[at["QKV_AT"]]
-    begin, width = at["Y_AT" if joined else "PART_AT"], c.heads * c.head_dim
+    epoch, value = place.mailbox.view(torch.int32)[1::2], place.mailbox.view(torch.float32)[0::2]
+    combined = epoch[at["Y_AT"]] == epoch[at["QKV_AT"]]
+    begin, width = at["Y_AT" if combined else "PART_AT"], c.heads * c.head_dim
     qkv = value[at["QKV_AT"] : at["QKV_AT"] + width + 2 * c.kv_heads * c.head_dim]
-    return qkv[None, None], place.words.view(torch.bfloat16).view(-1, 4)[begin : begin + width // 2, :2].reshape(1, 1, width)
+    return qkv[None, None], place.mailbox.view(torch.bfloat16).view(-1, 4)[begin : begin + width // 2, :2].reshape(1, 1, width)
 
 
 SPANS = [(1, 64), (64, 64), (129, 64), (257, 64), (300, 64), (330, 512)]
@@ -183,12 +183,12 @@ def test_the_same_bits_whatever_comes_first_and_however_the_steps_are_cut(built)
     assert first.run() == 0
     again = Place(built(model), model, PLACES["old"], steps=3)
     again.cache = [t.clone() for t in first.before]
-    again.generation.fill_(-4)  # it wraps within the run
+    again.epoch.fill_(-4)  # it wraps within the run
     found = []
     for seed in (0, 0, 1):
         assert again.run(steps=1, seed=seed) == 0
-        found.append(again.emitted[0].item())
-    assert found == first.emitted.tolist() and again.failed.item() == 0
+        found.append(again.out_tokens[0].item())
+    assert found == first.out_tokens.tolist() and again.failed.item() == 0
     assert torch.equal(again.logits[0], first.logits[-1])
     for ours, theirs in zip(again.cache, first.cache):
         assert torch.equal(ours.view(torch.int16), theirs.view(torch.int16))
@@ -222,7 +222,7 @@ def test_a_model_that_does_not_fit_is_told_why():
     with pytest.raises(ValueError, match="persistent kernel does not fit"):
         persistent.Persistent(weights(SMALL))
     with pytest.raises(ValueError, match="path must be one of auto, graph, persistent"):
-        Runner(None, None, 1, path="fast")
+        DecodeRunner(None, None, 1, path="fast")
 
 
 def test_no_block_has_fewer_rows_of_the_residual_than_it_must():
@@ -270,7 +270,7 @@ def test_a_kernel_that_does_not_load_leaves_the_graph(caplog):
 
 
 def test_a_kernel_that_is_still_compiled_is_not_ready():
-    runner = Runner(weights(SMALL), Cache(SMALL, torch.bfloat16, torch.device("cpu"), max_tokens=64), 2)
+    runner = DecodeRunner(weights(SMALL), Cache(SMALL, torch.bfloat16, torch.device("cpu"), max_tokens=64), 2)
     steps = ("step", 1, 64, "greedy")
     assert runner.persistent is None and runner.ready(steps)  # plain calls, on a CPU
     runner.persistent = types.SimpleNamespace(kernel=None)  # to load it, or to wait, would fail
@@ -302,7 +302,7 @@ def able(device):
 def begun(model, old: int):
     """A contender that has read `old` tokens, and what it is judged by."""
     prompt, first = torch.randint(model.c.vocab, (1, old), device="cuda"), torch.tensor([[PLACES["token"]]], device="cuda")
-    made = Persistent(model, 1, old + 40)
+    made = PersistentContender(model, 1, old + 40)
     made.feed(prompt, first)
     return made, Truth(model, prompt, torch.randint(model.c.vocab, (1, CHECKED), device="cuda"))
 
@@ -329,7 +329,7 @@ def test_on_a_gpu_impatience_ends_the_kernel_and_is_told(able, monkeypatch):
     monkeypatch.setattr(persistent, "PATIENCE", 0)
     made, _ = begun(big(able), 100)
     made.rewind()
-    with pytest.raises(RuntimeError, match="not heard from"):
+    with pytest.raises(RuntimeError, match="gave up polling"):
         made.runner.steps(4, 1, made.context, "greedy").read()
 
 

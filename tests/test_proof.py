@@ -10,14 +10,16 @@ from conftest import DEVICE
 from whet.decode import decoded, hostile, proof
 from whet.decode.lean import faults, leaning
 from whet.decode.oracle import widened
-from whet.decode.proof import Part, verify_shape
-from whet.models.qwen3 import SIZES, Config
+from whet.decode.proof import ProofPart, verify_shape
+from whet.models.qwen3 import SIZES, Qwen3Config
 from whet.op import discover
 
-TINY = Config(vocab=40, hidden=32, layers=2, heads=2, kv_heads=1, head_dim=16, ffn=32, max_positions=66, theta=1e4, tied=False)
+TINY = Qwen3Config(
+    vocab=40, hidden=32, layers=2, heads=2, kv_heads=1, head_dim=16, ffn=32, max_positions=66, theta=1e4, tied=False,
+)
 OPS = discover()
 POSITIONS = proof.positions
-STEP = Part("step", "float32", context=66, families=("plain",))
+STEP = ProofPart("step", "float32", context=66, families=("plain",))
 
 
 @pytest.fixture(autouse=True)
@@ -86,7 +88,7 @@ def test_quantised_kernels_of_a_step_are_accepted(quant):
     assert verdict.ok, verdict.why
 
 
-HEAD = Part("head", "float32", families=("plain",))
+HEAD = ProofPart("head", "float32", families=("plain",))
 HEADS = {
     "the last token is never seen": (lambda run, w, **args: run(w=w[:-1], **args), "was chosen, whose logit is"),
     "the last of equals": (lambda run, w, **args: (len(w) - 1 - (t := run(w=w.flip(0), **args))[0], t[1]), "the first counts"),
@@ -110,13 +112,13 @@ def test_a_right_head_is_accepted():
 
 
 def test_prefill_is_verified_op_by_op(monkeypatch):
-    part = Part("prefill", "float32", context=0, families=("plain",))
+    part = ProofPart("prefill", "float32", context=0, families=("plain",))
     assert proof.prove(TINY, "fp32", part, DEVICE).ok
     plant(monkeypatch, "norm_rope", lambda run, start, **args: run(start=max(0, start - 1), **args) * 1.001)
     assert "norm_rope: " in proof.prove(TINY, "fp32", part, DEVICE).why
 
 
-DECODE = Part("decode", "float32", context=40, families=("plain",))
+DECODE = ProofPart("decode", "float32", context=40, families=("plain",))
 
 
 def test_what_the_runner_decodes_is_verified_whole(monkeypatch):
@@ -180,5 +182,5 @@ def test_a_question_survives_its_way_to_the_child():
     stretched = dict(rope_type="linear", factor=2.0)
     c = dataclasses.replace(TINY, rope_scaling=stretched, eos=(1, 2))
     request = json.loads(json.dumps(proof.request(c, "int8", STEP, "cpu")))
-    assert Config(**request["config"] | {"eos": tuple(request["config"]["eos"])}) == c
-    assert Part(**request["part"] | {"families": tuple(request["part"]["families"])}) == STEP
+    assert Qwen3Config(**request["config"] | {"eos": tuple(request["config"]["eos"])}) == c
+    assert ProofPart(**request["part"] | {"families": tuple(request["part"]["families"])}) == STEP

@@ -12,7 +12,7 @@ from whet.choices import Choices
 from whet.decode.load import open_model
 from whet.models import Recipe
 from whet.models._rotary import frequencies
-from whet.models.qwen3 import FAMILIES, MODEL, SIZES, VARIANTS, Config, Qwen3, random_weights
+from whet.models.qwen3 import FAMILIES, MODEL, SIZES, VARIANTS, Qwen3, Qwen3Config, random_weights
 from whet.plans import oracle
 from whet.verify import judge
 
@@ -206,9 +206,9 @@ def hf(**changes) -> dict:
 def test_older_configs_say_the_same_in_other_words():
     old = dict(rope_theta=500.0, rope_scaling={k: v for k, v in LLAMA3.items() if k not in ("rope_theta", "rope_type")})
     old["rope_scaling"]["type"] = "llama3"
-    new = Config.from_hf(hf(rope_parameters=LLAMA3))
-    older = Config.from_hf(hf(**old))
-    assert new.theta == older.theta == 500.0 and Config.from_hf(hf()).theta == 1e4
+    new = Qwen3Config.from_hf(hf(rope_parameters=LLAMA3))
+    older = Qwen3Config.from_hf(hf(**old))
+    assert new.theta == older.theta == 500.0 and Qwen3Config.from_hf(hf()).theta == 1e4
     ours, theirs = (frequencies(32, c.theta, c.rope_scaling) for c in (new, older))
     assert torch.equal(ours[0], theirs[0]) and not torch.equal(ours[0], frequencies(32, 500.0, None)[0])
 
@@ -221,30 +221,30 @@ def test_older_configs_say_the_same_in_other_words():
     (dict(sliding_window=8, architectures=["LlamaForCausalLM"]), None),
 ])
 def test_a_window_counts_where_the_family_says_so(changes, window):
-    assert Config.from_hf(hf(**changes)).window == window
+    assert Qwen3Config.from_hf(hf(**changes)).window == window
 
 
 @pytest.mark.parametrize(
     "make, said",
     [
-        (lambda: Config.from_hf(hf(architectures=["GPT2"])), f"GPT2 is not supported; there are {', '.join(FAMILIES)}"),
-        (lambda: Config.from_hf(hf(hidden_size=...)), "hidden_size is missing"),
-        (lambda: Config.from_hf(hf(hidden_act="gelu")), "hidden_act must be 'silu' or absent, got 'gelu'"),
-        (lambda: Config.from_hf(hf(quantization_config={"bits": 4})), "quantization_config must be None or absent, got {'bits"),
+        (lambda: Qwen3Config.from_hf(hf(architectures=["GPT2"])), f"GPT2 is not supported; there are {', '.join(FAMILIES)}"),
+        (lambda: Qwen3Config.from_hf(hf(hidden_size=...)), "hidden_size is missing"),
+        (lambda: Qwen3Config.from_hf(hf(hidden_act="gelu")), "hidden_act must be 'silu' or absent, got 'gelu'"),
+        (lambda: Qwen3Config.from_hf(hf(quantization_config={"bits": 4})), "quantization_config must be None or absent, got {"),
         (
-            lambda: Config.from_hf(hf(rope_scaling=dict(rope_type="dynamic", factor=2.0))),
+            lambda: Qwen3Config.from_hf(hf(rope_scaling=dict(rope_type="dynamic", factor=2.0))),
             "rope_type must be one of default, linear, llama3, yarn.*, got 'dynamic'",
         ),
         (
-            lambda: Qwen3(Config.from_hf(hf(rope_scaling=dict(rope_type="llama3", factor=2.0)))),
+            lambda: Qwen3(Qwen3Config.from_hf(hf(rope_scaling=dict(rope_type="llama3", factor=2.0)))),
             "rope_scaling: type llama3 needs low_freq_factor, got factor, original_max_position_embeddings, rope_type",
         ),
         (
-            lambda: Config.from_hf(hf(sliding_window=8, use_sliding_window=True, max_window_layers=1)),
+            lambda: Qwen3Config.from_hf(hf(sliding_window=8, use_sliding_window=True, max_window_layers=1)),
             "layer_types must be one kind for all layers, got full_attention, sliding_attention",
         ),
-        (lambda: Config(heads=5, kv_heads=2), "heads must be a multiple of kv_heads and head_dim even, got 5, 2 and 128"),
-        (lambda: Config(layers=0), "layers must be at least 1, got 0"),
+        (lambda: Qwen3Config(heads=5, kv_heads=2), "heads must be a multiple of kv_heads and head_dim even, got 5, 2 and 128"),
+        (lambda: Qwen3Config(layers=0), "layers must be at least 1, got 0"),
         (lambda: Qwen3(SMALL, "fast"), r"variant must be one of \('plain', 'stock', 'tuned'\), got 'fast'"),
         (
             lambda: random_weights(SMALL).extend(

@@ -71,7 +71,7 @@ AFTER = {
 }
 FAILED = {"name": "torch.compile", "ok": False, "why": "grad norm is missing: the graph is cut", "share": 0.0}
 PLANS = {
-    "target": "tiny-llama:tiny float32", "config": "Config(hidden=8)", "chosen": "eager + choices", "tied": False,
+    "target": "tiny-llama:tiny float32", "config": "TinyLlamaConfig(hidden=8)", "chosen": "eager + choices", "tied": False,
     "plans": [BEFORE, AFTER | {"share": 0.41}, FAILED],
 }
 

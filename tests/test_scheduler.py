@@ -38,7 +38,7 @@ def test_a_cache_that_cannot_grow_ends_the_others_with_an_error_not_with_wrong_t
 
 
 def test_a_full_burst_leaves_room_for_the_capture_of_the_next():
-    """The warm-up of a graph writes where the cursor stands."""
+    """The warm-up of a graph writes to the column that comes next."""
     llm = small_llm(ahead=True)
     llm.runner.hold(1, 600)
     llm.runner.prefill(0, [1, 2, 3], 0, Sampling())

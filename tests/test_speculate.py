@@ -10,7 +10,7 @@ from small_decoder import CONFIG, small_llm, small_model
 from whet.choices import Choices
 from whet.decode import speculate
 from whet.decode.runner import Burst
-from whet.decode.speculate import DRAFT, Contest, agreed, alike_in_one_pass, draft
+from whet.decode.speculate import DRAFT, Contest, agreed, batch_invariant_in_one_pass, draft
 from whet.models.qwen3 import Qwen3
 
 AHEAD = pytest.mark.parametrize(
@@ -60,7 +60,7 @@ def test_agreement_ends_at_the_first_difference(guess, n):
 
 
 def a_second_a_step(burst: Burst) -> float:
-    return burst.tokens.shape[1] / (1 if burst.clock is None else DRAFT + 1)
+    return burst.tokens.shape[1] / (1 if burst.tally is None else DRAFT + 1)
 
 
 @AHEAD
@@ -113,7 +113,7 @@ def test_it_switches_itself_off_when_it_loses(looping, ahead, monkeypatch):
         return torch.full_like(history[:count], 95), position >= 0
 
     monkeypatch.setattr(speculate, "draft", wrong)
-    monkeypatch.setattr(Burst, "seconds", property(lambda b: 1.0 if b.clock is None else 10.0))
+    monkeypatch.setattr(Burst, "seconds", property(lambda b: 1.0 if b.tally is None else 10.0))
     llm = small_llm(looping, ahead, speculate="ngram")
     done = llm.generate(REPETITIVE, max_new_tokens=80)
     assert done.tokens == small_llm(looping).generate(REPETITIVE, max_new_tokens=80).tokens
@@ -168,8 +168,8 @@ def test_one_pass_is_for_kernels_that_take_rows_one_by_one():
     """A product that falls to another library may sum otherwise for eight rows than for one."""
     model = small_model()
     model.ops = Choices(default="triton")
-    assert alike_in_one_pass(model)
+    assert batch_invariant_in_one_pass(model)
     model.ops = Choices(default="torch")
-    assert not alike_in_one_pass(model)
+    assert not batch_invariant_in_one_pass(model)
     wide = Qwen3(replace(CONFIG, ffn=17000), device="meta", ops=Choices(default="triton"))
-    assert not alike_in_one_pass(wide)
+    assert not batch_invariant_in_one_pass(wide)

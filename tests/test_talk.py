@@ -230,9 +230,9 @@ def test_profile_sets_the_decode_ops_beside_the_plain_formulas():
 
 def test_a_kernel_that_starts_early_is_not_charged_with_its_wait():
     ms = 10**6
-    chained = [(0, 10 * ms, "_few_kernel"), (2 * ms, 9 * ms, "_attend_kernel"), (3 * ms, 2 * ms, "_join_kernel")]
-    own = decoding.own_time([*chained, (20 * ms, ms, "copy")])
-    assert own == [("_few_kernel", 10.0), ("_attend_kernel", 1.0), ("_join_kernel", 0.0), ("copy", 1.0)]
+    early = [(0, 10 * ms, "_few_kernel"), (2 * ms, 9 * ms, "_split_kv_kernel"), (3 * ms, 2 * ms, "_combine_kernel")]
+    own = decoding.own_time([*early, (20 * ms, ms, "copy")])
+    assert own == [("_few_kernel", 10.0), ("_split_kv_kernel", 1.0), ("_combine_kernel", 0.0), ("copy", 1.0)]
     shares = {p["part"]: p["share"] for p in decoding.parts(own)}
     assert shares["norm, qkv"] == pytest.approx(10 / 12) and sum(shares.values()) == pytest.approx(1)
 

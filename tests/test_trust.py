@@ -103,7 +103,7 @@ def test_the_sources_are_the_kernels_the_runner_and_the_proof(tmp_path):
     shutil.copytree(Path(trust.__file__).parent.parent, root, ignore=shutil.ignore_patterns("__pycache__"))
     before = trust.hash_of(root)
     for name, counts in (
-        ("ops/_attend.py", True), ("ops/attention/forward.py", True), ("decode/cuda/products.cu", True),
+        ("ops/_split_kv.py", True), ("ops/attention/forward.py", True), ("decode/cuda/products.cu", True),
         ("decode/runner.py", True), ("decode/proof.py", True), ("ops/cross_entropy.py", False), ("decode/text.py", False),
     ):
         text = (root / name).read_text()

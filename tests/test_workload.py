@@ -8,10 +8,10 @@ from torch import nn
 
 from whet.choices import Choices
 from whet.models import Recipe
-from whet.models.tiny_llama import Config, TinyLlama, batch
+from whet.models.tiny_llama import TinyLlama, TinyLlamaConfig, batch
 from whet.workload import PHASES, PRECISIONS, NoLoss, Workload, find_loss, in_precision
 
-SMALL, RECIPE = Config(hidden=32, layers=2, heads=2, kv_heads=1, vocab=31), Recipe(batch=2, seq_len=8)
+SMALL, RECIPE = TinyLlamaConfig(hidden=32, layers=2, heads=2, kv_heads=1, vocab=31), Recipe(batch=2, seq_len=8)
 
 
 @pytest.fixture

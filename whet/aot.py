@@ -28,7 +28,7 @@ from triton.runtime.jit import JITFunction, create_function_from_signature
 
 from whet import machine
 from whet.op import DTYPES, Op, as_tuple, discover
-from whet.ops._chain import chained
+from whet.ops._pdl import pdl
 
 TARGETS = {
     "sm_90": GPUTarget("cuda", 90, 32), "sm_80": GPUTarget("cuda", 80, 32),
@@ -102,7 +102,7 @@ def recorded() -> Iterator[list[tuple]]:
 def launches(op: Op, impl: str, case: dict, dtype: str, target: str = "sm_90") -> list[Launch]:
     """Every launch of a case's forward and backward, with all its outputs used and with each alone. Nothing is computed.
 
-    Of an op for inference as in a chain, which is how a decoder runs it; out of one a kernel is the same, less two waits.
+    An op for inference is launched with PDL, as a decoder runs it; without, a kernel is the same, less two waits.
     """
     args = op.inputs(dtype=DTYPES[dtype], device="meta", **case)
     leaves = [args[k].requires_grad_() for k in op.grads if args[k] is not None]
@@ -114,7 +114,7 @@ def launches(op: Op, impl: str, case: dict, dtype: str, target: str = "sm_90") -
             outs = [o for o in as_tuple(candidate.run(**args)) if o.requires_grad]
             for used in [outs, *([o] for o in outs)] if len(outs) > 1 else [outs]:
                 torch.autograd.grad(used, leaves, [torch.empty_like(o) for o in used], allow_unused=True, retain_graph=True)
-        with torch.no_grad(), contextlib.nullcontext() if op.grads else chained():
+        with torch.no_grad(), contextlib.nullcontext() if op.grads else pdl():
             candidate.run(**args)
     name = " ".join(f"{k}={v}" for k, v in case.items())
     return [Launch(op.name, impl, name, dtype, fn, a, options) for fn, a, options in seen]

@@ -59,8 +59,8 @@ class Impl:
     no_graph: str = ""  # why it cannot be captured as a CUDA graph; empty: it can
     spills: str = ""  # why a kernel of this impl may spill registers on sm_90; empty: it may not
     limits: tuple[str, ...] = ()  # what `refuses` rules out, for the docs; a test holds that each is said by refuses
-    misses: str = ""  # where a stock call is known to err past the budget; tuning finds that, and leaves it out
-    beware: str = ""  # what a stock call does that verifying its inputs' layouts cannot show, for the docs; a GPU test shows it
+    known_inaccurate: str = ""  # where a stock call is known to err past the budget; tuning finds that, and leaves it out
+    caveat: str = ""  # what a stock call does that verifying its inputs' layouts cannot show, for the docs; a GPU test shows it
     implies: Mapping = field(default_factory=dict)  # arguments that naming this impl sets, where they are not given
     tiles: Callable[..., tuple[str, ...]] = untiled  # variants to try beside the default: run(..., tile=one of them)
 

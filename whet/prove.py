@@ -137,7 +137,7 @@ class Proof:
             args = args | {sliced: lay(args[sliced], "sliced")}
         if self.op.misfits(base(self.name), leaf_copies(self.op, args, use.grad, use.wanted)[0]):
             return None
-        step = COARSE_TWIN if self.impl.misses and made.dtype == "float32" and self.device == "cuda" else None
+        step = COARSE_TWIN if self.impl.known_inaccurate and made.dtype == "float32" and self.device == "cuda" else None
         average = not made.family and all(owns_its_elements(t) for t in tensors(args))
         leaks = made.family.split()[-1] if made.family in POISONED else "undefined" if made.family == UNDEFINED else ""
         itself = made == Made(self.case, self.call.dtype) and use == Use(self.call.grad)
@@ -193,13 +193,13 @@ class Proof:
             frozen = ", ".join(k for k in names if k not in wanted)
             yield f"{frozen} frozen", partial(self.verify, made, replace(usual, wanted=wanted), like=usual)
         for layout in LAYOUTS:
-            if not self.impl.beware:  # what it does with other layouts of upstream gradients is known, and said in the docs
+            if not self.impl.caveat:  # what it does with other layouts of upstream gradients is known, and said in the docs
                 use = replace(usual, layout=layout)
                 like = use if layout == "expanded" else usual
                 yield f"upstream gradient {layout}", partial(self.verify, made, use, like=like)
         args = self.args(made)
         outs = len([k for k in self.evidence(made, args, usual).oracle if k.startswith("output")]) if args else 0
-        if outs > 1 and not self.impl.beware:
+        if outs > 1 and not self.impl.caveat:
             yield "upstream gradients unlike", partial(self.verify, made, replace(usual, layout="unlike"), like=usual)
         for i in range(outs if outs > 1 else 0):
             yield f"output {i} alone", partial(self.verify, made, replace(usual, outputs=(i,)))

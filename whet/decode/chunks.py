@@ -76,5 +76,5 @@ class Chunks:
     def _extend(self, row: int, start: int, size: int) -> None:
         runner = self.runner
         k, v = (t[:, row : row + 1] for t in runner.cache.kv)
-        hidden = runner.model.extend(self.ids[:, :size], k, v, runner.clock[row : row + 1], start=start)
+        hidden = runner.model.extend(self.ids[:, :size], k, v, runner.position[row : row + 1], start=start)
         self.hidden[:, :size] = hidden

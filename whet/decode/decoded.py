@@ -12,7 +12,7 @@ from whet.decode.cache import Cache
 from whet.decode.hostile import caches
 from whet.decode.lean import leaning
 from whet.decode.oracle import by_formulas, full_float32, widened
-from whet.decode.runner import Runner
+from whet.decode.runner import DecodeRunner
 from whet.models.qwen3 import Qwen3
 from whet.verify import Verdict, judge
 
@@ -50,14 +50,13 @@ def starts(model: Qwen3, kind: str, rows: int, context: int, family: str) -> lis
     return [Start(olds, caches(model, olds, max(olds) + steps, family), first, steps) for olds in each]
 
 
-def run(runner: Runner, start: Start, cuts: list[int]) -> dict[str, torch.Tensor]:
+def run(runner: DecodeRunner, start: Start, cuts: list[int]) -> dict[str, torch.Tensor]:
     """Tokens and their logits (rows, steps), and what was written; with the persistent kernel the logits of all tokens too."""
     rows, device = len(start.olds), runner.device
     for t, given in zip(runner.cache.kv, start.kv):
         t.fill_(float("nan"))
         t[:, :rows, :, : given.shape[3]] = given
-    runner.clock[:rows] = torch.tensor(start.olds, device=device)
-    runner.pace[:rows] = 1
+    runner.place_all(start.olds, live=True)
     runner.token[:rows] = start.first
     tokens, values, logits = [], [], []
     for n in cuts:
@@ -100,7 +99,7 @@ def decode_verdict(model: Qwen3, kind: str, rows: int, context: int, family: str
     for i, start in enumerate(starts(model, kind, rows, context, family)):
         if runner is None or start.end > runner.cache.capacity:
             cache = Cache(model.c, model.embed.dtype, model.embed.device, max_tokens=model.c.max_positions)
-            runner = Runner(model, cache, rows, "persistent" if kind == "persistent" else "graph")
+            runner = DecodeRunner(model, cache, rows, "persistent" if kind == "persistent" else "graph")
             runner.hold(rows, start.end)
         found = run(runner, start, [start.steps])
         if not same_bits(found, run(runner, start, [start.steps])):

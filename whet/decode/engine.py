@@ -22,7 +22,7 @@ from whet.decode.cache import Cache
 from whet.decode.load import open_model
 from whet.decode.quantize import QUANTS, bytes_per_token, quantize
 from whet.decode.request import Completion, Request, Writer
-from whet.decode.runner import Runner, check_path
+from whet.decode.runner import DecodeRunner, check_path
 from whet.decode.sampling import Sampling
 from whet.decode.scheduler import Server
 from whet.decode.speculate import Contest, Speculator
@@ -188,7 +188,7 @@ class LLM:
         self.model, self.text = model, Numbers() if text is None else text
         self.device = model.embed.device
         self.cache = Cache(model.c, model.embed.dtype, self.device, memory, max_context or positions)
-        self.runner = Runner(model, self.cache, max_batch, self._path(speculate, path), self.trust.kernels)
+        self.runner = DecodeRunner(model, self.cache, max_batch, self._path(speculate, path), self.trust.kernels)
         self.server = Server(self.runner, Speculator(self.runner) if speculate else None)
         self.open: Stream | None = None
 

@@ -1,4 +1,4 @@
-"""GGUF, llama.cpp's file of weights: its metadata, its tensors as ordinary numbers, and the Config that it describes.
+"""GGUF, llama.cpp's file of weights: its metadata, its tensors as ordinary numbers, and the Qwen3Config that it describes.
 
 The commonest formats are unpacked here, on the device; the rest by the gguf package, which is optional.
 """
@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from whet.models.qwen3 import Config
+from whet.models.qwen3 import Qwen3Config
 
 ARCHITECTURES: dict[str, dict] = {  # llama.cpp's name: the family; it calls Mistral llama
     "llama": dict(name="llama", qk_norm=False),
@@ -138,7 +138,7 @@ class GGUF:
             raise ValueError(f"{self.file}: {full} is missing")
         return found
 
-    def config(self) -> Config:
+    def config(self) -> Qwen3Config:
         arch, number = str(self.meta.get("general.architecture")), self._number
         if arch not in ARCHITECTURES:
             raise ValueError(f"{self.file}: architecture {arch} is not supported; there are {', '.join(ARCHITECTURES)}")
@@ -148,7 +148,7 @@ class GGUF:
             raise ValueError(f"{self.file}: {lost[0]} is missing")
         heads, hidden = number("attention.head_count"), number("embedding_length")
         bos = self.meta.get("tokenizer.ggml.bos_token_id")
-        return Config(
+        return Qwen3Config(
             **ARCHITECTURES[arch], vocab=self.shapes["token_embd.weight"][0], hidden=hidden, layers=number("block_count"),
             heads=heads, kv_heads=number("attention.head_count_kv", heads),
             head_dim=number("attention.key_length", hidden // heads), ffn=number("feed_forward_length"),

@@ -12,7 +12,7 @@ import torch
 
 from whet.choices import Choices
 from whet.decode.quantize import quantize
-from whet.models.qwen3 import Config, Layer, Qwen3
+from whet.models.qwen3 import Layer, Qwen3, Qwen3Config
 
 FAMILIES = ("plain", "hostile", "small")
 LAYERS = 2  # the second meets what the first wrote; more would only average faults away
@@ -22,17 +22,19 @@ OUTLIERS = 4  # channels
 OUTLIER = {torch.float32: 2.0}
 
 
-def few_layers(c: Config, layers: int = LAYERS) -> Config:
+def few_layers(c: Qwen3Config, layers: int = LAYERS) -> Qwen3Config:
     return replace(c, layers=min(c.layers, layers))
 
 
-def size_of(family: str, c: Config) -> float:
+def size_of(family: str, c: Qwen3Config) -> float:
     """The size of the residual stream and of values: about the root of eps, where eps counts."""
     return 2 * c.eps**0.5 if family == "small" else 1.0
 
 
 @torch.no_grad()
-def dressed(c: Config, family: str, dtype: torch.dtype, device: str, quant: str | None = None, ops: str = "triton") -> Qwen3:
+def dressed(
+    c: Qwen3Config, family: str, dtype: torch.dtype, device: str, quant: str | None = None, ops: str = "triton",
+) -> Qwen3:
     """A model of this family's weights, every op of its own by whet's kernels, or by the impl named."""
     model = Qwen3(c, ops=Choices(default=ops), device=device, dtype=dtype).requires_grad_(False)
     generator = torch.Generator(model.embed.device).manual_seed(FAMILIES.index(family) + 1)

@@ -17,7 +17,7 @@ from whet import models
 from whet.decode.gguf_file import GGUF
 from whet.decode.text import Text
 from whet.models import qwen3
-from whet.models.qwen3 import Config, Qwen3
+from whet.models.qwen3 import Qwen3, Qwen3Config
 
 DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
 STORED = ("BF16", "F16", "F32")
@@ -73,7 +73,7 @@ def _dtype(dtype: str | torch.dtype, device: str) -> torch.dtype:
     return found
 
 
-def _random_config(name: str) -> Config:
+def _random_config(name: str) -> Qwen3Config:
     model, size = models.find(name)
     if not model.decodes:
         there = [f"{m.name}:{s}" for m in models.discover().values() if m.decodes for s in m.sizes]
@@ -133,7 +133,7 @@ def _open_folder(folder: Path, where: dict, auto: bool) -> tuple[Qwen3, Text | N
     ends = {k: said[k] for k in ("bos_token_id", "eos_token_id") if said.get(k) is not None}
     try:
         qwen3.check_fields(ends, own.name)
-        config = Config.from_hf(given | ends)
+        config = Qwen3Config.from_hf(given | ends)
     except ValueError as e:
         raise ValueError(f"{folder}: {e}") from None
     model = Qwen3(_ends(config, text), **where)
@@ -141,7 +141,7 @@ def _open_folder(folder: Path, where: dict, auto: bool) -> tuple[Qwen3, Text | N
     return model.requires_grad_(False), text
 
 
-def _ends(config: Config, text: Text | None) -> Config:
+def _ends(config: Qwen3Config, text: Text | None) -> Qwen3Config:
     """A tokenizer's own end counts beside those of the config: chat models end a turn with it."""
     return config if text is None else replace(config, eos=tuple(dict.fromkeys((*config.eos, *text.eos))))
 

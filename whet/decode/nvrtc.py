@@ -111,7 +111,7 @@ def most_shared(device: torch.device) -> int:
     return value.value
 
 
-class Kernel:
+class LoadedKernel:
     """A compiled kernel on the current device, one block on each multiprocessor at most."""
 
     def __init__(self, code: bytes, name: str):

@@ -26,8 +26,8 @@ TRUSTED = ((9, 0),)  # compute capabilities on which auto takes it: those on whi
 PATIENCE = 1 << 22  # polls: seconds, where a wait is of microseconds
 BITS = {None: 16, "int8": 8, "int4": 4}  # of a weight
 POINTERS = (
-    "layers", "embed", "norm", "head", "head_scale", "cosine", "sine", "cache_k", "cache_v", "words", "token", "position",
-    "emitted", "logit", "logits", "generation", "failed",
+    "layers", "embed", "norm", "head", "head_scale", "cosine", "sine", "cache_k", "cache_v", "mailbox", "token", "position",
+    "out_tokens", "logit", "logits", "epoch", "failed",
 )
 log = logging.getLogger(__name__)
 
@@ -88,10 +88,10 @@ def layer_table(model: Qwen3) -> torch.Tensor:
     return torch.tensor([[0 if t is None else t.data_ptr() for t in row(y)] for y in model.layers])
 
 
-def arguments(model: Qwen3, held: dict[str, torch.Tensor], steps: int, least: int, patience: int) -> Args:
-    """held: the tensors named in POINTERS that are no weights, logits where all are wanted; caches (layers, KV, S, D)."""
-    c, k = model.c, held["cache_k"]
-    given = held | dict(
+def arguments(model: Qwen3, tensors: dict[str, torch.Tensor], steps: int, least: int, patience: int) -> Args:
+    """tensors: those named in POINTERS that are no weights, logits where all are wanted; caches (layers, KV, S, D)."""
+    c, k = model.c, tensors["cache_k"]
+    given = tensors | dict(
         embed=model.embed, norm=model.norm, head=model.head.data, head_scale=model.head.scale, cosine=model.cos, sine=model.sin,
     )
     pointers = {name: t.data_ptr() if (t := given.get(name)) is not None else None for name in POINTERS}
@@ -102,7 +102,7 @@ def arguments(model: Qwen3, held: dict[str, torch.Tensor], steps: int, least: in
 
 
 class Persistent:
-    """The kernel for one model on its device, with the words that its blocks exchange.
+    """The kernel for one model on its device, with the mailbox through which its blocks exchange results.
 
     failed   1 once a block has given up waiting for another; what was chosen since means nothing
     """
@@ -116,9 +116,9 @@ class Persistent:
             self.blocks = blocks_for(model, props.multi_processor_count)
             sizes = sizes_of(model, self.blocks, nvrtc.most_shared(device))
             self.code = compiler().submit(nvrtc.cached, source(), f"sm_{props.major}{props.minor}a", sizes)
-            self.kernel: nvrtc.Kernel | None = None
+            self.kernel: nvrtc.LoadedKernel | None = None
             self.layers = layer_table(model).to(device)
-            self.generation, self.failed = (torch.zeros(1, dtype=torch.int32, device=device) for _ in range(2))
+            self.epoch, self.failed = (torch.zeros(1, dtype=torch.int32, device=device) for _ in range(2))
 
     def load(self) -> None:
         """Waits for the compiler, the first time."""
@@ -126,22 +126,22 @@ class Persistent:
             return
         device = self.model.embed.device
         with torch.cuda.device(device):
-            kernel = nvrtc.Kernel(self.code.result(), "decode")
+            kernel = nvrtc.LoadedKernel(self.code.result(), "decode")
             self.threads, self.shared = kernel.constant("BLOCK_THREADS"), kernel.constant("SHARED_BYTES")
             kernel.reserve(self.shared)
-            self.words = torch.zeros(kernel.constant("WORDS"), dtype=torch.int64, device=device)
+            self.mailbox = torch.zeros(kernel.constant("MAILBOX_WORDS"), dtype=torch.int64, device=device)
         self.kernel = kernel
 
-    def steps(self, n: int, cache: list[torch.Tensor], token, position, emitted, logit, logits=None) -> None:
+    def steps(self, n: int, cache: list[torch.Tensor], token, position, out_tokens, logit, logits=None) -> None:
         """n tokens of one sequence, enqueued. cache: keys and values (layers, KV, S, D); position and token move on by n."""
         if n < 1:
             raise ValueError(f"the persistent kernel decodes at least one token, got {n}")
         self.load()
-        held = dict(
-            layers=self.layers, cache_k=cache[0], cache_v=cache[1], words=self.words, token=token, position=position,
-            emitted=emitted, logit=logit, generation=self.generation, failed=self.failed,
+        tensors = dict(
+            layers=self.layers, cache_k=cache[0], cache_v=cache[1], mailbox=self.mailbox, token=token, position=position,
+            out_tokens=out_tokens, logit=logit, epoch=self.epoch, failed=self.failed,
         )
-        args = arguments(self.model, held if logits is None else held | {"logits": logits}, n, LEAST, PATIENCE)
+        args = arguments(self.model, tensors if logits is None else tensors | {"logits": logits}, n, LEAST, PATIENCE)
         assert self.kernel is not None
         self.kernel.launch(self.blocks, self.threads, self.shared, args)
 

@@ -24,10 +24,10 @@ import torch
 from whet.decode import hostile
 from whet.decode.decoded import decode_verdict
 from whet.decode.hostile import FAMILIES, caches, dressed, few_layers
-from whet.models.qwen3 import Config, Qwen3
+from whet.models.qwen3 import Qwen3, Qwen3Config
 from whet.op import DTYPE_NAMES, DTYPES, Call, Op, discover
-from whet.ops._chain import chained
-from whet.ops._gemv import alike
+from whet.ops._gemv import batch_invariant
+from whet.ops._pdl import pdl
 from whet.ops._rows import power_of_two
 from whet.ops._weights import dense
 from whet.ops.cached_attention import MOST, SPAN
@@ -50,7 +50,7 @@ class Rejected(Exception):
 
 
 @dataclass(frozen=True)
-class Part:
+class ProofPart:
     """One piece of the proof: what one request to a child process proves, under one set of compiled kernels."""
 
     kind: str
@@ -73,22 +73,25 @@ def buckets(rows: int) -> list[int]:
     return sorted({min(power_of_two(n), rows) for n in range(1, rows + 1)})
 
 
-def parts(c: Config, fmt: str, path: str, rows: int = 1, drafts: bool = False, dtype: torch.dtype | None = None) -> list[Part]:
+def parts(
+    c: Qwen3Config, fmt: str, path: str, rows: int = 1, drafts: bool = False, dtype: torch.dtype | None = None,
+) -> list[ProofPart]:
     """What is to be proved, the longest to compile first. drafts: steps of several tokens too, as speculation takes them."""
     check(fmt, path, rows)
     own = DTYPE_NAMES[dtype or FORMATS[fmt][0]]
     contexts = sorted({min(n, c.max_positions) for n in CONTEXTS})
     if path == "persistent":
-        return [Part("persistent", own, context=contexts[-1])]  # one: it is compiled once
-    found: list[Part] = []
+        return [ProofPart("persistent", own, context=contexts[-1])]  # one: it is compiled once
+    found: list[ProofPart] = []
     for name in dict.fromkeys((own, "float32")):
         short = contexts[:2] if name == own else contexts[:1]
-        found += [Part("step", name, rows=1, context=n) for n in (contexts if name == own else short)]
-        found += [Part("step", name, rows=B, context=n) for B in buckets(rows)[1:] for n in short]
-        found += [Part("step", name, context=short[-1], tokens=MOST)] if drafts else []
-        found += [Part("head", name, rows=B) for B in buckets(rows)]
-        found.append(Part("prefill", name, context=max(n for n in PREFIXES if n == 0 or n + max(CHUNKS) <= c.max_positions)))
-    return found + [Part("decode", own, rows=B, context=contexts[:2][-1]) for B in buckets(rows)]
+        found += [ProofPart("step", name, rows=1, context=n) for n in (contexts if name == own else short)]
+        found += [ProofPart("step", name, rows=B, context=n) for B in buckets(rows)[1:] for n in short]
+        found += [ProofPart("step", name, context=short[-1], tokens=MOST)] if drafts else []
+        found += [ProofPart("head", name, rows=B) for B in buckets(rows)]
+        prefix = max(n for n in PREFIXES if n == 0 or n + max(CHUNKS) <= c.max_positions)
+        found.append(ProofPart("prefill", name, context=prefix))
+    return found + [ProofPart("decode", own, rows=B, context=contexts[:2][-1]) for B in buckets(rows)]
 
 
 def check(fmt: str, path: str, rows: int) -> None:
@@ -101,8 +104,9 @@ def check(fmt: str, path: str, rows: int) -> None:
 
 
 def verify_shape(
-    config: Config, path: str = "graph", fmt: str | None = None, device: str = "cuda", *, rows: int = 8, drafts: bool = False,
-    dtype: torch.dtype | None = None, only: Callable[[Part], bool] = lambda part: True,
+    config: Qwen3Config, path: str = "graph", fmt: str | None = None, device: str = "cuda", *, rows: int = 8,
+    drafts: bool = False,
+    dtype: torch.dtype | None = None, only: Callable[[ProofPart], bool] = lambda part: True,
 ) -> Verdict:
     """The whole proof in this process. The first part that fails ends it; why names the part, the op and the error.
 
@@ -120,7 +124,7 @@ def verify_shape(
     return tightest
 
 
-def prove(config: Config, fmt: str, part: Part, device: str) -> Verdict:
+def prove(config: Qwen3Config, fmt: str, part: ProofPart, device: str) -> Verdict:
     """One part. What a kernel raises goes to the caller."""
     kinds = {"step": step_verdict, "head": head_verdict, "prefill": prefill_verdict, "decode": runner_verdict,
              "persistent": runner_verdict}
@@ -137,7 +141,7 @@ def prove(config: Config, fmt: str, part: Part, device: str) -> Verdict:
     return tightest
 
 
-class Proving:
+class ProvingChoices:
     """In the place of Choices: every call of an op is verified on its very arguments, and the formula's result goes on.
 
     So a fault is seen where it is, and not in what later ops made of it.
@@ -166,8 +170,8 @@ class Proving:
 
 
 @contextlib.contextmanager
-def proving(model: Qwen3, family: str) -> Iterator[Proving]:
-    before, found = model.ops, Proving(family == "plain")
+def proving(model: Qwen3, family: str) -> Iterator[ProvingChoices]:
+    before, found = model.ops, ProvingChoices(family == "plain")
     model.ops = found  # type: ignore[assignment]
     try:
         yield found
@@ -189,10 +193,10 @@ def positions(rows: int, last: int) -> list[list[int]]:
     return [[inside[b % len(inside)] for b in range(rows)]]
 
 
-def step_verdict(c: Config, quant: str | None, part: Part, device: str, family: str) -> Verdict:
+def step_verdict(c: Qwen3Config, quant: str | None, part: ProofPart, device: str, family: str) -> Verdict:
     """Each op of a step, on what the formulas of the ops before give it."""
     model = dressed(few_layers(c, 1), family, DTYPES[part.dtype], device, quant)
-    with proving(model, family) as found, chained(), alike() if part.tokens > 1 else contextlib.nullcontext():
+    with proving(model, family) as found, pdl(), batch_invariant() if part.tokens > 1 else contextlib.nullcontext():
         for olds in positions(part.rows, part.context - part.tokens):
             kv = caches(model, olds, part.context, family)
             at = torch.tensor(olds, device=model.embed.device)
@@ -200,7 +204,7 @@ def step_verdict(c: Config, quant: str | None, part: Part, device: str, family: 
     return found.tightest
 
 
-def prefill_verdict(c: Config, quant: str | None, part: Part, device: str, family: str) -> Verdict:
+def prefill_verdict(c: Qwen3Config, quant: str | None, part: ProofPart, device: str, family: str) -> Verdict:
     """Each op of a chunk of a prompt behind up to part.context tokens, in the second row of a cache."""
     model = dressed(few_layers(c, 2), family, DTYPES[part.dtype], device, quant)
     cases = [(0, T) for T in CHUNKS] + [(start, CHUNKS[0]) for start in PREFIXES if 0 < start <= part.context]
@@ -213,7 +217,7 @@ def prefill_verdict(c: Config, quant: str | None, part: Part, device: str, famil
     return found.tightest
 
 
-def head_verdict(c: Config, quant: str | None, part: Part, device: str, family: str) -> Verdict:
+def head_verdict(c: Qwen3Config, quant: str | None, part: ProofPart, device: str, family: str) -> Verdict:
     """norm_argmax of hidden states that point each at a token: at both ends of the vocabulary, at the ends of blocks."""
     model = dressed(few_layers(c, 1), family, DTYPES[part.dtype], device, quant)
     V, w = c.vocab, model.head
@@ -225,7 +229,7 @@ def head_verdict(c: Config, quant: str | None, part: Part, device: str, family: 
     places += [twins[0]] + [0] * (-(len(places) + 1) % part.rows)
     x = pointing(model, places, family)
     wanted, eager = (logits_of(model, x, dtype) for dtype in (torch.float64, x.dtype))
-    with chained():
+    with pdl():
         run = discover()["norm_argmax"].impls["triton"].run
         pieces = [run(piece, model.norm, w.data, w.scale, c.eps) for piece in x.split(part.rows)]
         x[-1] = float("nan")
@@ -280,19 +284,19 @@ def chosen_badly(token: torch.Tensor, wanted: torch.Tensor, eager: torch.Tensor,
     return f"token {token.flatten()[at].item()} was chosen, whose logit is {gap.flatten()[at].item():.2e} below the likeliest's"
 
 
-def runner_verdict(c: Config, quant: str | None, part: Part, device: str, family: str) -> Verdict:
+def runner_verdict(c: Qwen3Config, quant: str | None, part: ProofPart, device: str, family: str) -> Verdict:
     model = dressed(few_layers(c), family, DTYPES[part.dtype], device, quant)
     return decode_verdict(model, part.kind, part.rows, part.context, family, chosen_badly)
 
 
 def answer(call: Call, config: dict, fmt: str, part: dict, device: str) -> dict:
     """What the child process says of a part (whet/decode/child.py)."""
-    made = Config(**config | {"eos": tuple(config["eos"])})
-    verdict = prove(made, fmt, Part(**part | {"families": tuple(part["families"])}), device)
+    made = Qwen3Config(**config | {"eos": tuple(config["eos"])})
+    verdict = prove(made, fmt, ProofPart(**part | {"families": tuple(part["families"])}), device)
     return {"ok": verdict.ok, "share": round(verdict.share, 4), "why": verdict.why}
 
 
-def request(config: Config, fmt: str, part: Part, device: str) -> dict[str, Any]:
+def request(config: Qwen3Config, fmt: str, part: ProofPart, device: str) -> dict[str, Any]:
     """The question to the child process, as JSON holds it."""
     fields = asdict(config) | {"rope_scaling": dict(config.rope_scaling) if config.rope_scaling else None}
     call = asdict(Call("decoder", {"part": part.name}, part.dtype, False))

@@ -57,7 +57,7 @@ class Writer:
 
     def __init__(self, text: Any, stops: Sequence[str]):
         self.stream, self.stops = text.stream(), tuple(stops)
-        self.shown, self.held = "", ""
+        self.shown, self.pending = "", ""
         self.stopped = False
 
     def push(self, token: int) -> str:
@@ -68,12 +68,12 @@ class Writer:
         return "" if self.stopped else self._show(self.stream.end(), last=True)
 
     def _show(self, fresh: str, last: bool) -> str:
-        self.held += fresh
-        found = [at for stop in self.stops if (at := self.held.find(stop)) >= 0]
+        self.pending += fresh
+        found = [at for stop in self.stops if (at := self.pending.find(stop)) >= 0]
         if found:
-            self.stopped, self.held = True, self.held[: min(found)]
-        keep = 0 if self.stopped or last else max((overlap(self.held, stop) for stop in self.stops), default=0)
-        out, self.held = self.held[: len(self.held) - keep], self.held[len(self.held) - keep :]
+            self.stopped, self.pending = True, self.pending[: min(found)]
+        keep = 0 if self.stopped or last else max((overlap(self.pending, stop) for stop in self.stops), default=0)
+        out, self.pending = self.pending[: len(self.pending) - keep], self.pending[len(self.pending) - keep :]
         self.shown += out
         return out
 

@@ -19,7 +19,7 @@ from whet.decode.cache import BLOCK, Cache
 from whet.decode.chunks import Chunks
 from whet.decode.note import note
 from whet.decode.sampling import Sampling, sample
-from whet.ops._chain import chained
+from whet.ops._pdl import pdl
 from whet.ops._rows import power_of_two
 
 RING = 64  # tokens of each row that a burst can choose at most
@@ -41,7 +41,7 @@ class Burst:
 
     tokens: torch.Tensor  # (rows, n)
     logits: torch.Tensor | None  # of the same shape, where the tokens were chosen greedily
-    clock: torch.Tensor | None  # the device's clock behind the burst, where the host cannot know it
+    tally: torch.Tensor | None  # tokens made, drafted and accepted, where the host cannot know them
     begin: graphs.Mark
     end: graphs.Mark
     failed: torch.Tensor | None = None  # not 0 where a persistent kernel gave up
@@ -50,7 +50,7 @@ class Burst:
         """Waits for the burst."""
         self.end.wait()
         if self.failed is not None and self.failed.item():
-            raise RuntimeError("the persistent kernel waited for a block that was not heard from; decode with path='graph'")
+            raise RuntimeError("the persistent kernel gave up polling for a block's result; decode with path='graph'")
         if self.logits is None:
             return self.tokens.tolist()
         return torch.where(self.logits.isfinite(), self.tokens, -1).tolist()
@@ -60,15 +60,17 @@ class Burst:
         return self.end.since(self.begin)
 
 
-class Runner:
+class DecodeRunner:
     """The state of up to `rows` sequences. Row b of the state goes with row b of the cache.
 
-    token     (rows,) the token that is fed next
-    clock     each row's position, the column of `emitted` that comes next, tokens drafted and agreed with (speculation)
-    pace      what a step adds to each of clock: 0 for a row that is idle, which is fed at one place again and again
-    emitted   (rows, RING) what a burst chose, and the logits
-    capture   how a step becomes a graph; None where steps are plain calls, as on a CPU
-    kernels   whether whet's kernels decode, or by what was measured and stock calls: where they were not verified
+    token       (rows,) the token that is fed next
+    position    (rows,) where it is fed
+    advance     (rows,) what a step adds to position: 1, or 0 for an idle row, which is fed at one place again and again
+    out_tokens  (rows, RING) what a burst chose; logit: the logits of these
+    column      (1,) the column of out_tokens that comes next
+    tally       (3,) of a burst with drafts: column, and how many tokens were drafted and how many of these accepted
+    capture     how a step becomes a graph; None where steps are plain calls, as on a CPU
+    kernels     whether whet's kernels decode, or by what was measured and stock calls: where they were not verified
     persistent  the kernel that decodes one sequence greedily; None where it does not fit
     """
 
@@ -82,10 +84,11 @@ class Runner:
         self.capture: Callable | None = graphs.Graph if self.device.type == "cuda" else None
         self.token, self.top_k, self.seed = (self._zeros(rows) for _ in range(3))
         self.temperature, self.top_p = (self._zeros(rows, dtype=torch.float32) for _ in range(2))
-        self.clock, self.pace = self._zeros(rows + 3), self._zeros(rows + 3)
-        self.cursor = self.clock[rows : rows + 1]
-        self.pace[rows] = 1
-        self.emitted, self.logit = self._zeros(rows, RING), self._zeros(rows, RING, dtype=torch.float32)
+        self._counters, self._increments = self._zeros(rows + 3), self._zeros(rows + 3)  # a step adds the one to the other
+        self.position, self.advance = self._counters[:rows], self._increments[:rows]
+        self.column, self.tally = self._counters[rows : rows + 1], self._counters[rows:]
+        self._increments[rows] = 1
+        self.out_tokens, self.logit = self._zeros(rows, RING), self._zeros(rows, RING, dtype=torch.float32)
         self.graphs: dict[tuple, Callable] = {}
         self.chunks = Chunks(self)
         self.persistent = persistent.kernel_for(model, path)
@@ -115,8 +118,19 @@ class Runner:
 
     def place(self, slot: int, position: int, live: bool) -> None:
         """Where a row stands, and whether steps move it."""
-        self.clock[slot].fill_(position)
-        self.pace[slot].fill_(int(live))
+        self.position[slot].fill_(position)
+        self.advance[slot].fill_(int(live))
+
+    def place_all(self, positions: list[int], live: bool) -> None:
+        """The same of the first rows, and no other runs."""
+        self.advance.zero_()
+        self.position[: len(positions)] = self.upload(positions)
+        self.advance[: len(positions)] = int(live)
+
+    def count(self, made: torch.Tensor, drafted: torch.Tensor, accepted: torch.Tensor) -> None:
+        """A step with drafts made so many tokens of row 0; nothing moves while a graph is warmed up."""
+        self.tally.add_(torch.cat([made, drafted, accepted]) * self._increments[self.rows])
+        self.position[:1].add_(made * self.advance[0])
 
     def upload(self, tokens: list[int]) -> torch.Tensor:
         """Tokens on the device; the host does not wait."""
@@ -147,12 +161,12 @@ class Runner:
         if self.alone(rows, mode):
             return self.persistent_steps(n)
         with self.here():
-            self.cursor.zero_()  # before a capture too: its warm-up writes there
+            self.column.zero_()  # before a capture too: its warm-up writes there
             run = self.graph(("step", rows, context, mode), functools.partial(self._step, rows, context, mode))
             begin = graphs.Mark(self.device)
             for _ in range(n):
                 run()
-            return self.sent(self.emitted[:rows, :n], self.logit[:rows, :n] if mode == "greedy" else None, begin)
+            return self.sent(self.out_tokens[:rows, :n], self.logit[:rows, :n] if mode == "greedy" else None, begin)
 
     def alone(self, rows: int, mode: str) -> bool:
         """Whether the persistent kernel decodes these."""
@@ -164,9 +178,9 @@ class Runner:
         with self.here():
             begin, row = graphs.Mark(self.device), slice(0, 1)
             cache = [t[:, 0] for t in self.cache.kv]
-            self.persistent.steps(n, cache, self.token[row], self.clock[row], self.emitted[0], self.logit[0], logits)
+            self.persistent.steps(n, cache, self.token[row], self.position[row], self.out_tokens[0], self.logit[0], logits)
             failed = self._to_host(self.persistent.failed)
-            burst = self.sent(self.emitted[:1, :n], self.logit[:1, :n], begin)
+            burst = self.sent(self.out_tokens[:1, :n], self.logit[:1, :n], begin)
             burst.failed = failed
             return burst
 
@@ -178,7 +192,7 @@ class Runner:
         return self.capture is None or key in self.graphs
 
     def graph(self, key: tuple, run: Callable) -> Callable:
-        """The run, captured where there is a GPU. Its warm-up is undone: with no pace it stays at one place."""
+        """The run, captured where there is a GPU. Its warm-up is undone: nothing advances."""
         if self.capture is None:
             return run
         if key not in self.graphs:
@@ -188,13 +202,13 @@ class Runner:
 
     @contextlib.contextmanager
     def still(self) -> Iterator[None]:
-        token, pace = self.token.clone(), self.pace.clone()
-        self.pace.zero_()
+        token, increments = self.token.clone(), self._increments.clone()
+        self._increments.zero_()
         try:
             yield
         finally:
             self.token.copy_(token)
-            self.pace.copy_(pace)
+            self._increments.copy_(increments)
 
     def verify(self, tokens: torch.Tensor, context: int) -> torch.Tensor:
         """Hidden states (T, K) of T tokens (T,) fed to row 0 from its position on.
@@ -203,7 +217,7 @@ class Runner:
         With one_pass False every token goes through its own step: the same bits with any kernels, and nothing is gained.
         """
         k, v = self._cut(1, context)
-        at = self.clock[:1]
+        at = self.position[:1]
         if self.one_pass:
             return self.model.step(tokens[None], k, v, at, context=context)[0]
         each = (self.model.step(t[None, None], k, v, at + i, context=context)[0] for i, t in enumerate(tokens.unbind()))
@@ -215,25 +229,25 @@ class Runner:
 
     def _step(self, rows: int, context: int, mode: str) -> None:
         k, v = self._cut(rows, context)
-        with chained():
-            hidden = self.model.step(self.token[:rows, None], k, v, self.clock[:rows], context=context)
+        with pdl():
+            hidden = self.model.step(self.token[:rows, None], k, v, self.position[:rows], context=context)
             token, logit = self._choose(hidden[:, 0], slice(0, rows), mode)
             if logit is not None and self.kernels:
-                return note(token, logit, self.token, self.emitted, self.logit, self.clock, self.pace, self.rows)
-        self.emitted[:rows].index_copy_(1, self.cursor, token[:, None])
+                return note(token, logit, self.token, self.out_tokens, self.logit, self._counters, self._increments, self.rows)
+        self.out_tokens[:rows].index_copy_(1, self.column, token[:, None])
         if logit is None:
             token = token.clamp(min=0)
         else:
-            self.logit[:rows].index_copy_(1, self.cursor, logit[:, None])
+            self.logit[:rows].index_copy_(1, self.column, logit[:, None])
         self.token[:rows] = token
-        self.clock.add_(self.pace)
+        self._counters.add_(self._increments)
 
     def _choose(self, hidden: torch.Tensor, rows: slice, mode: str) -> tuple[torch.Tensor, torch.Tensor | None]:
         if mode == "greedy":
             return self.model.choose(hidden)
         return sample(
             self.model.logits(hidden), self.temperature[rows], self.top_k[rows], self.top_p[rows], self.seed[rows],
-            self.clock[rows], filtered=mode == "filtered",
+            self.position[rows], filtered=mode == "filtered",
         ), None
 
     def _set(self, slot: int, s: Sampling) -> None:
@@ -242,9 +256,9 @@ class Runner:
         self.top_k[slot].fill_(s.top_k)
         self.seed[slot].fill_(s.seed)
 
-    def sent(self, tokens, logits, begin: graphs.Mark, clock: torch.Tensor | None = None) -> Burst:
-        tokens, logits, clock = (None if t is None else self._to_host(t) for t in (tokens, logits, clock))
-        return Burst(tokens, logits, clock, begin, graphs.Mark(self.device))
+    def sent(self, tokens, logits, begin: graphs.Mark, tally: torch.Tensor | None = None) -> Burst:
+        tokens, logits, tally = (None if t is None else self._to_host(t) for t in (tokens, logits, tally))
+        return Burst(tokens, logits, tally, begin, graphs.Mark(self.device))
 
     def _to_host(self, t: torch.Tensor) -> torch.Tensor:
         pinned = torch.empty(t.shape, dtype=t.dtype, pin_memory=self.device.type == "cuda")

@@ -12,7 +12,7 @@ import torch
 
 from whet import measure
 from whet.decode.request import Request
-from whet.decode.runner import Burst, Runner, mode_of
+from whet.decode.runner import Burst, DecodeRunner, mode_of
 from whet.decode.speculate import DRAFT, Speculator
 
 BURST = 8  # tokens of a row between two looks of the host, on a GPU
@@ -23,28 +23,28 @@ RESERVE = 1024  # new tokens that a prompt gets room for at once; a longer answe
 class Slot:
     """A row of the runner, as the host knows it.
 
-    held        the tokens whose keys and values are in the cache
-    position    where the row stands once all that is enqueued has run; with speculation, at most
-    enqueued    new tokens that will then have been chosen; with speculation, at least
-    uncertain   bursts enqueued and not read of which the host does not know how far they go
-    parked      the place that an idle row writes to again and again; None while it runs
+    cached_tokens   those whose keys and values are in the cache
+    position        where the row stands once all that is enqueued has run; with speculation, at most
+    enqueued        new tokens that will then have been chosen; with speculation, at least
+    uncertain       bursts enqueued and not read of which the host does not know how far they go
+    idle_position   the place that an idle row writes to again and again; None while it runs
     """
 
-    held: list[int] = field(default_factory=list)
+    cached_tokens: list[int] = field(default_factory=list)
     request: Request | None = None
     position: int = 0
     enqueued: int = 0
     uncertain: int = 0
-    parked: int | None = 0
+    idle_position: int | None = 0
 
     @property
     def live(self) -> bool:
         return self.request is not None and self.request.reason is None and self.enqueued < self.request.limit
 
-    def gives(self, tokens: Sequence[int]) -> int:
+    def shared_prefix(self, tokens: Sequence[int]) -> int:
         """How many of a prompt's tokens need not be fed again. The last one must: it gives the first new token."""
-        most = min(len(self.held), len(tokens) - 1)
-        return next((i for i in range(most) if self.held[i] != tokens[i]), most)
+        most = min(len(self.cached_tokens), len(tokens) - 1)
+        return next((i for i in range(most) if self.cached_tokens[i] != tokens[i]), most)
 
 
 @dataclass
@@ -60,7 +60,7 @@ class Sent:
 class Server:
     """burst: tokens of a row between two looks of the host; ahead: bursts that are enqueued before one is read."""
 
-    def __init__(self, runner: Runner, speculator: Speculator | None = None):
+    def __init__(self, runner: DecodeRunner, speculator: Speculator | None = None):
         self.runner, self.speculator = runner, speculator
         self.burst, self.ahead = (BURST, 1) if runner.device.type == "cuda" else (1, 0)
         self.slots = [Slot() for _ in range(runner.rows)]
@@ -88,26 +88,25 @@ class Server:
             if s.request is not None and s.request.reason is None:
                 s.request.fail("interrupted")
             self._free(s)
-            s.held = s.held[: cache.capacity - 1] if i < cache.rows else []
-            s.parked = len(s.held)
-        self.runner.pace[: self.runner.rows].zero_()
-        self.runner.clock[: self.runner.rows] = self.runner.upload([len(s.held) for s in self.slots])
+            s.cached_tokens = s.cached_tokens[: cache.capacity - 1] if i < cache.rows else []
+            s.idle_position = len(s.cached_tokens)
+        self.runner.place_all([len(s.cached_tokens) for s in self.slots], live=False)
 
     @staticmethod
     def _free(s: Slot) -> None:
-        """Held is what was read, less the last token, which was chosen and perhaps never fed, and what idling wrote over."""
+        """The cache holds what was read, less the last token, which was perhaps never fed, and what an idle row wrote over."""
         if s.request is not None:
-            s.held = [*s.request.tokens, *s.request.new[:-1]][: s.parked]
+            s.cached_tokens = [*s.request.tokens, *s.request.new[:-1]][: s.idle_position]
         s.request, s.uncertain = None, 0
 
-    def _park(self, i: int, context: int) -> None:
+    def _idle(self, i: int, context: int) -> None:
         """An idle row inside a burst writes to one place: behind what it holds, where that lies within the context."""
         s = self.slots[i]
-        behind = s.position if s.request is not None else len(s.held)
-        place = min(behind, context - 1) if s.parked is None else min(s.parked, context - 1)
-        if place != s.parked:
+        behind = s.position if s.request is not None else len(s.cached_tokens)
+        place = min(behind, context - 1) if s.idle_position is None else min(s.idle_position, context - 1)
+        if place != s.idle_position:
             self.runner.place(i, place, live=False)
-            s.parked, s.held = place, s.held[:place]
+            s.idle_position, s.cached_tokens = place, s.cached_tokens[:place]
 
     def _hold(self, rows: int, tokens: int) -> None:
         """Room in the cache. A cache that had to give some up holds less of what came before."""
@@ -115,7 +114,7 @@ class Server:
         cache = self.runner.cache
         for i, s in enumerate(self.slots):
             if s.request is None:
-                s.held = s.held[: cache.capacity - 1] if i < cache.rows else []
+                s.cached_tokens = s.cached_tokens[: cache.capacity - 1] if i < cache.rows else []
 
     def _rows(self, *slots: int) -> int:
         """How many rows a step has that reaches these places."""
@@ -131,7 +130,7 @@ class Server:
             if not free:
                 return
             request, taken = waiting[0], self._taken()
-            best = max(free, key=lambda i: self.slots[i].gives(request.tokens)) if request.reuse else free[0]
+            best = max(free, key=lambda i: self.slots[i].shared_prefix(request.tokens)) if request.reuse else free[0]
             # A place further up would make every step as wide as that place.
             slot = best if self._rows(best, *taken) == self._rows(free[0], *taken) else free[0]
             longest = max([request.total, *(r.total for i in taken if (r := self.slots[i].request))])
@@ -152,20 +151,20 @@ class Server:
             if s.request is not None:
                 s.request.fail("the cache lost its memory when it could not grow for another prompt; lower max_batch")
                 self._free(s)
-            s.held = []
+            s.cached_tokens = []
             self._settle(i)
 
     def _start(self, slot: int, source: int, request: Request) -> Sent:
         s, taken = self.slots[slot], self._taken()
         now = [len(request.tokens) + min(request.limit, RESERVE), *(self.slots[i].position + 1 for i in taken)]
         self._hold(self._rows(slot, *taken), max(now))
-        reused = self.slots[source].gives(request.tokens) if request.reuse else 0
-        s.held = []
+        reused = self.slots[source].shared_prefix(request.tokens) if request.reuse else 0
+        s.cached_tokens = []
         self.runner.cache.copy(source, slot, reused)
-        s.held, request.reused = request.tokens[:reused], reused
+        s.cached_tokens, request.reused = request.tokens[:reused], reused
         burst = self.runner.prefill(slot, request.tokens, reused, request.sampling)
-        s.held, s.request = list(request.tokens), request
-        s.position, s.enqueued, s.uncertain, s.parked = len(request.tokens), 1, 0, None
+        s.cached_tokens, s.request = list(request.tokens), request
+        s.position, s.enqueued, s.uncertain, s.idle_position = len(request.tokens), 1, 0, None
         if self.speculator is not None and request.contest is not None:
             self.speculator.begin(request.tokens)
         for i in self._taken():
@@ -190,7 +189,7 @@ class Server:
         n = min(BURST if drafting else self.burst, context - top, *(r.limit - live[i].enqueued for i, r in requests.items()))
         for i in range(rows):
             if i not in live:
-                self._park(i, context)
+                self._idle(i, context)
         modes = {mode_of(r.sampling) for r in requests.values()}
         mode = modes.pop() if len(modes) == 1 else "filtered"
         if not idle and not self.runner.ready(("step", rows, context, mode)):
@@ -242,11 +241,11 @@ class Server:
     def _tally(self, sent: Sent, s: Slot, request: Request, tokens: list[int]) -> list[int]:
         """Those of the tokens that count; and the contest learns what the burst took."""
         contest, n = request.contest, sent.drafted_steps
-        if contest is None or sent.burst.clock is None:
+        if contest is None or sent.burst.tally is None:
             if contest is not None and request.new:
                 contest.saw_plain(len(tokens), sent.burst.seconds)
             return tokens
-        count, drafted, agreed = sent.burst.clock.tolist()
+        count, drafted, agreed = sent.burst.tally.tolist()
         s.position, s.enqueued, s.uncertain = s.position - (n * (DRAFT + 1) - count), s.enqueued + count - n, s.uncertain - 1
         contest.saw(n, count, sent.burst.seconds, drafted, agreed, len(request.new) + count)
         return tokens[:count]
@@ -257,13 +256,13 @@ class Server:
         broken = s.request is not None and s.request.reason == "error"
         self._free(s)
         if broken:
-            s.held = []
+            s.cached_tokens = []
             self.runner.cache.clear(i)
         self._settle(i)
 
     def _settle(self, i: int) -> None:
         """An idle row stands behind what it holds."""
         s, cache = self.slots[i], self.runner.cache
-        s.held = s.held[: cache.capacity - 1] if i < cache.rows else []
-        s.parked = len(s.held)
-        self.runner.place(i, s.parked, live=False)
+        s.cached_tokens = s.cached_tokens[: cache.capacity - 1] if i < cache.rows else []
+        s.idle_position = len(s.cached_tokens)
+        self.runner.place(i, s.idle_position, live=False)

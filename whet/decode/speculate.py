@@ -12,10 +12,10 @@ from collections import deque
 import torch
 
 from whet import graphs
-from whet.decode.runner import RING, Burst, Runner
+from whet.decode.runner import RING, Burst, DecodeRunner
 from whet.op import base, discover
-from whet.ops._chain import chained
-from whet.ops._gemv import alike
+from whet.ops._gemv import batch_invariant
+from whet.ops._pdl import pdl
 from whet.ops._weights import columns, quant_of
 
 DRAFT = 7  # tokens guessed: with the one that is known a step takes 8, the most that the decode kernels take at once
@@ -48,10 +48,10 @@ def agreed(drafted: torch.Tensor, chosen: torch.Tensor) -> torch.Tensor:
 class Speculator:
     """Row 0 of a runner, decoded greedily with drafts. history holds its tokens up to the one that is fed next."""
 
-    def __init__(self, runner: Runner):
+    def __init__(self, runner: DecodeRunner):
         self.runner = runner
         if runner.device.type == "cuda":
-            runner.one_pass = alike_in_one_pass(runner.model)
+            runner.one_pass = batch_invariant_in_one_pass(runner.model)
         self.history = torch.zeros(0, dtype=torch.int64, device=runner.device)
 
     def hold(self) -> None:
@@ -68,29 +68,28 @@ class Speculator:
 
     def follow(self, position: int, n: int) -> None:
         """The runner has taken n plain steps from a position."""
-        self.history[position + 1 : position + 1 + n] = self.runner.emitted[0, :n]
+        self.history[position + 1 : position + 1 + n] = self.runner.out_tokens[0, :n]
 
     @torch.no_grad()
     def steps(self, n: int, context: int) -> Burst:
-        """n steps, each of 1 to DRAFT + 1 tokens. Behind it the clock says how many tokens, drafted tokens and agreed ones."""
+        """n steps, each of 1 to DRAFT + 1 tokens. Its tally says how many tokens, drafted tokens and accepted ones."""
         r, width = self.runner, n * (DRAFT + 1)
         if width > RING:
             raise ValueError(f"speculation: n must be at most {RING // (DRAFT + 1)} steps, got {n}")
         with r.here():
-            tally = r.clock[r.rows :]
-            tally.zero_()  # before a capture too: its warm-up writes there
+            r.tally.zero_()  # before a capture too: its warm-up writes there
             run = r.graph(("speculate", context), functools.partial(self._step, context))
             begin = graphs.Mark(r.device)
             for _ in range(n):
                 run()
-            return r.sent(r.emitted[:1, :width], r.logit[:1, :width], begin, tally)
+            return r.sent(r.out_tokens[:1, :width], r.logit[:1, :width], begin, r.tally)
 
     def _step(self, context: int) -> None:
         r, i = self.runner, torch.arange(DRAFT + 1, device=self.runner.device)
-        position = r.clock[:1]
+        position = r.position[:1]
         guess, found = draft(self.history, position, DRAFT, context)
         tokens = torch.cat([r.token[:1], guess])
-        with chained(), alike():
+        with pdl(), batch_invariant():
             hidden = r.verify(tokens, context)
             if r.one_pass:
                 chosen, logit = r.model.choose(hidden)
@@ -98,14 +97,13 @@ class Speculator:
                 chosen, logit = map(torch.cat, zip(*(r.model.choose(h) for h in hidden.split(1))))
         right = agreed(guess, chosen)
         self.history.index_copy_(0, position + 1 + i, chosen)
-        r.emitted[0].index_copy_(0, r.cursor + i, chosen)
-        r.logit[0].index_copy_(0, r.cursor + i, logit)
+        r.out_tokens[0].index_copy_(0, r.column + i, chosen)
+        r.logit[0].index_copy_(0, r.column + i, logit)
         r.token[:1] = chosen[right]
-        r.clock[r.rows :].add_(torch.cat([right + 1, found * DRAFT, found * right]) * r.pace[r.rows])
-        position.add_((right + 1) * r.pace[0])
+        r.count(right + 1, found * DRAFT, found * right)
 
 
-def alike_in_one_pass(model) -> bool:
+def batch_invariant_in_one_pass(model) -> bool:
     """Whether every product of a step, of one row and of a whole draft, is by kernels that take rows one by one."""
     layer, ops = model.layers[0], discover()
     products = {"norm_linear": [layer.qkv], "linear_add": [layer.o, layer.down], "norm_swiglu": [layer.gate_up]}

@@ -75,8 +75,8 @@ class Text:
     def decode(self, tokens: Sequence[int], skip_special: bool = True) -> str:
         return self.tokenizer.decode(list(tokens), skip_special_tokens=skip_special)
 
-    def stream(self, skip_special: bool = True) -> "Stream":
-        return Stream(self, skip_special)
+    def stream(self, skip_special: bool = True) -> "Detokenizer":
+        return Detokenizer(self, skip_special)
 
     def chat_text(self, messages: Sequence[Mapping], answer: bool = True, **options) -> str:
         """The conversation as its model reads it. answer: up to where the model speaks. options go to the template."""
@@ -95,7 +95,7 @@ class Text:
         return self.encode(self.chat_text(messages, answer, **options), special=False)
 
 
-class Stream:
+class Detokenizer:
     """Tokens one at a time to text. What might still become another character is held until it is whole."""
 
     def __init__(self, text: Text, skip_special: bool = True):

@@ -19,7 +19,7 @@ from whet import machine, measure
 from whet.decode import persistent, proof
 from whet.decode.cache import free_bytes
 from whet.lock import Lock, lock_path, say
-from whet.models.qwen3 import Config, Qwen3, kernels
+from whet.models.qwen3 import Qwen3, Qwen3Config, kernels
 from whet.op import DTYPE_NAMES, discover
 from whet.ops._weights import quant_of
 from whet.tune import save_decoder
@@ -70,7 +70,7 @@ def format_of(model: Qwen3) -> str:
     return quant_of(model.head.data) or plain[model.embed.dtype]
 
 
-def key_of(c: Config, fmt: str, dtype: str, path: str, rows: int, drafts: bool) -> str:
+def key_of(c: Qwen3Config, fmt: str, dtype: str, path: str, rows: int, drafts: bool) -> str:
     """What a verdict holds for; the GPU and the versions are the lock's own key."""
     kinds = {"qk_norm": c.qk_norm, "qkv_bias": c.qkv_bias, "o_bias": c.o_bias, "tied": c.tied}
     sizes = f"hidden={c.hidden} heads={c.heads}/{c.kv_heads}x{c.head_dim} ffn={c.ffn} vocab={c.vocab} layers={min(c.layers, 2)}"
@@ -95,7 +95,9 @@ class Verifier:
         for worker in self.workers:
             worker.stop()
 
-    def verdicts(self, c: Config, fmt: str, asked: dict[str, list[proof.Part]], device, progress: Progress) -> dict[str, dict]:
+    def verdicts(
+        self, c: Qwen3Config, fmt: str, asked: dict[str, list[proof.ProofPart]], device, progress: Progress,
+    ) -> dict[str, dict]:
         """Of each path, by its parts: ok, why, the largest share of a budget, and the seconds that all took."""
         begun = measure.now()
         queue = collections.deque((path, part) for path in reversed(asked) for part in asked[path])  # NVRTC takes longest
@@ -113,7 +115,9 @@ class Verifier:
         return {path: verdict_of(answers) | took for path, answers in found.items()}
 
     @staticmethod
-    def _some(worker: Worker, c: Config, fmt: str, queue: collections.deque, device: str, found: dict[str, list[dict]]) -> None:
+    def _some(
+        worker: Worker, c: Qwen3Config, fmt: str, queue: collections.deque, device: str, found: dict[str, list[dict]],
+    ) -> None:
         """Parts one after another, until none is left; those of a path that failed are passed over."""
         while queue:
             try:
@@ -137,13 +141,13 @@ def verdict_of(answers: list[dict]) -> dict:
     return {"ok": bad is None, "why": bad["why"] if bad else "", "share": share, "parts": len(answers)}
 
 
-def side_by_side(c: Config, device: torch.device) -> int:
+def side_by_side(c: Qwen3Config, device: torch.device) -> int:
     """As many children as have cores and memory: each holds two layers and the vocabulary, and both again in float32."""
     if device.type != "cuda":
         return 1
     layer = c.hidden * (sum(c.qkv_rows) + c.heads * c.head_dim + 3 * c.ffn)
-    held = 10 * (2 * layer + (1 if c.tied else 2) * c.vocab * c.hidden) + (2 << 30)
-    return max(1, min(CHILDREN, (os.cpu_count() or 1) // 2, free_bytes(device) // held))
+    needed = 10 * (2 * layer + (1 if c.tied else 2) * c.vocab * c.hidden) + (2 << 30)
+    return max(1, min(CHILDREN, (os.cpu_count() or 1) // 2, free_bytes(device) // needed))
 
 
 def wanted(model: Qwen3) -> bool:

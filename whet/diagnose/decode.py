@@ -14,7 +14,7 @@ import torch
 
 from whet import measure, models
 from whet.choices import Choices
-from whet.decode.bench.contender import Graph
+from whet.decode.bench.contender import GraphContender
 from whet.decode.load import open_model
 from whet.decode.quantize import bytes_per_token
 from whet.decode.trust import trusted
@@ -25,8 +25,8 @@ PROMPT = 16  # tokens in the cache before the first step that is looked at
 CONTEXT = 128  # the same for a built-in decoder
 BURST = 8  # tokens that are looked at together after: the host reads that many at once
 PRODUCTS = ("norm, qkv", "output projection, residual", "norm, gate and up, activation", "down, residual")
-OTHERS = {"_attend": "qk norm, rope, cache, attention", "_join": "attention, joined", "_head": "norm, head, argmax",
-          "_choose": "norm, head, argmax"}
+OTHERS = {"_split_kv": "qk norm, rope, cache, attention", "_combine": "attention, splits combined",
+          "_head": "norm, head, argmax", "_choose": "norm, head, argmax"}
 
 
 @dataclass
@@ -69,7 +69,7 @@ def built_in(text: str) -> DecodeTarget | None:
     model, _ = open_model(random_weights=f"{known.name}:{size}")
     if why := trusted(model, "graph").why:
         raise ValueError(f"{text}: {why[0]}")
-    contender = Graph(model, 1, CONTEXT + BURST)
+    contender = GraphContender(model, 1, CONTEXT + BURST)
     token = torch.zeros(1, 1, dtype=torch.int64, device=model.embed.device)
     contender.feed(torch.arange(CONTEXT, device=token.device)[None] % model.c.vocab, token)
     at, (k, v) = torch.full((1,), CONTEXT, dtype=torch.int64, device=token.device), contender.runner.cache.kv

@@ -1,4 +1,4 @@
-"""Qwen3 and its relatives in one file: Qwen2, Llama and Mistral differ by a few fields of the Config.
+"""Qwen3 and its relatives in one file: Qwen2, Llama and Mistral differ by a few fields of Qwen3Config.
 
 forward   the plain meaning, without a cache: logits, or the loss where labels are given
 extend    the same over a cache of keys and values: any number of new tokens for each row; what prefill runs
@@ -33,7 +33,7 @@ VARIANTS = ("plain", "stock", "tuned")
 
 
 @dataclass(frozen=True)
-class Config:
+class Qwen3Config:
     name: str = "qwen3"
     vocab: int = 151936
     hidden: int = 1024
@@ -72,7 +72,7 @@ class Config:
         return self.heads * self.head_dim, self.kv_heads * self.head_dim, self.kv_heads * self.head_dim
 
     @classmethod
-    def from_hf(cls, given: Mapping[str, Any]) -> "Config":
+    def from_hf(cls, given: Mapping[str, Any]) -> "Qwen3Config":
         """What a Hugging Face config.json says; what it asks for and cannot be had is refused by name."""
         names = given.get("architectures") or ["none"]
         arch = names if isinstance(names, str) else names[0] if isinstance(names, list) else names
@@ -163,13 +163,13 @@ def window_of(arch: str, given: Mapping[str, Any]) -> int | None:
 
 
 SIZES = {
-    "tiny": Config(
+    "tiny": Qwen3Config(
         vocab=1024, hidden=256, layers=2, heads=4, kv_heads=2, head_dim=64, ffn=512, max_positions=4096
     ),
-    "0.6b": Config(),
-    "1.7b": Config(hidden=2048, ffn=6144),
-    "4b": Config(hidden=2560, layers=36, heads=32, ffn=9728),
-    "8b": Config(hidden=4096, layers=36, heads=32, ffn=12288, tied=False),
+    "0.6b": Qwen3Config(),
+    "1.7b": Qwen3Config(hidden=2048, ffn=6144),
+    "4b": Qwen3Config(hidden=2560, layers=36, heads=32, ffn=9728),
+    "8b": Qwen3Config(hidden=4096, layers=36, heads=32, ffn=12288, tied=False),
 }
 RECIPES = {size: Recipe(batch=4, seq_len=64 if size == "tiny" else 512) for size in SIZES}
 
@@ -195,7 +195,7 @@ class Weight(nn.Module):
 
 
 class Layer(nn.Module):
-    def __init__(self, c: Config, **where):
+    def __init__(self, c: Qwen3Config, **where):
         super().__init__()
 
         def vector(n, present=True):
@@ -240,7 +240,7 @@ class Qwen3(nn.Module):
     cos: torch.Tensor
     sin: torch.Tensor
 
-    def __init__(self, c: Config, variant: str = "tuned", ops: Choices | None = None, **where):
+    def __init__(self, c: Qwen3Config, variant: str = "tuned", ops: Choices | None = None, **where):
         super().__init__()
         if variant not in VARIANTS:
             raise ValueError(f"{c.name}: variant must be one of {VARIANTS}, got {variant!r}")
@@ -350,7 +350,7 @@ def kernels() -> Choices:
 
 
 @torch.no_grad()
-def random_weights(c: Config, variant: str = "tuned", ops: Choices | None = None, seed: int = 42, **where) -> Qwen3:
+def random_weights(c: Qwen3Config, variant: str = "tuned", ops: Choices | None = None, seed: int = 42, **where) -> Qwen3:
     """N(0, 0.02), the two projections back into the residual stream scaled by depth; drawn on the device."""
     model = Qwen3(c, variant, ops, **where)
     generator = torch.Generator(model.embed.device).manual_seed(seed)

@@ -27,7 +27,7 @@ VARIANTS = ("v1", "v2", "v3")
 
 
 @dataclass(frozen=True)
-class Config:
+class TinyLlamaConfig:
     hidden: int = 512
     layers: int = 8
     heads: int = 8
@@ -50,10 +50,10 @@ class Config:
 
 
 SIZES = {
-    "small": Config(),
-    "tiny": Config(hidden=256, layers=4),
-    "medium": Config(hidden=1024, layers=12),
-    "large": Config(hidden=2048, layers=16),
+    "small": TinyLlamaConfig(),
+    "tiny": TinyLlamaConfig(hidden=256, layers=4),
+    "medium": TinyLlamaConfig(hidden=1024, layers=12),
+    "large": TinyLlamaConfig(hidden=2048, layers=16),
 }
 RECIPES = {
     "small": Recipe(), "tiny": Recipe(), "medium": Recipe(batch=16, seq_len=512), "large": Recipe(seq_len=1024),
@@ -72,8 +72,8 @@ def attention(q, k, v):
     return scores.masked_fill(future, float("-inf")).softmax(-1) @ v
 
 
-class Block(nn.Module):
-    def __init__(self, c: Config, variant: str):
+class TinyLlamaBlock(nn.Module):
+    def __init__(self, c: TinyLlamaConfig, variant: str):
         super().__init__()
         self.c, self.variant = c, variant
         kv, ffn = c.kv_heads * c.head_dim, c.ffn_mult * c.hidden
@@ -124,7 +124,7 @@ class TinyLlama(nn.Module):
     cos: torch.Tensor
     sin: torch.Tensor
 
-    def __init__(self, c: Config, variant: str = "v3", ops: Choices | None = None, seed: int = 42):
+    def __init__(self, c: TinyLlamaConfig, variant: str = "v3", ops: Choices | None = None, seed: int = 42):
         super().__init__()
         if variant not in VARIANTS:
             raise ValueError(f"tiny-llama: variant must be one of {VARIANTS}, got {variant!r}")
@@ -134,7 +134,7 @@ class TinyLlama(nn.Module):
         self.c, self.variant = c, variant
         self.ops = ops if ops is not None else {"v1": Choices(default="eager"), "v2": Choices()}.get(variant) or current()
         self.embed = nn.Embedding(c.vocab, c.hidden)
-        self.blocks = nn.ModuleList(Block(c, variant) for _ in range(c.layers))
+        self.blocks = nn.ModuleList(TinyLlamaBlock(c, variant) for _ in range(c.layers))
         self.norm = nn.Parameter(torch.ones(c.hidden))
         cos, sin = tables(c.max_positions, c.head_dim, c.theta)
         self.register_buffer("cos", cos, persistent=False)
@@ -182,7 +182,7 @@ def batch(c: Any, recipe: Recipe, device: str, step: int = 0) -> dict:
     return dict(tokens=text[:, :-1].contiguous(), labels=text[:, 1:].contiguous())
 
 
-def canonical(c: Config, named: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+def canonical(c: TinyLlamaConfig, named: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
     """Fused projections cut into the plain ones."""
     plain: dict[str, torch.Tensor] = {}
     for name, t in named.items():
@@ -195,7 +195,7 @@ def canonical(c: Config, named: Mapping[str, torch.Tensor]) -> dict[str, torch.T
     return plain
 
 
-def adapt(c: Config, variant: str, plain: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+def adapt(c: TinyLlamaConfig, variant: str, plain: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
     """Plain projections joined into those that the variant fuses."""
     named = dict(plain)
     for fused in {"v1": (), "v2": ("qkv",), "v3": ("qkv", "gate_up")}[variant]:
@@ -211,7 +211,7 @@ MODEL = Model(
 )
 
 
-def train(c: Config, recipe: Recipe, variant: str, steps: int, device: str) -> dict:
+def train(c: TinyLlamaConfig, recipe: Recipe, variant: str, steps: int, device: str) -> dict:
     """Train for real and time each phase with synchronisation; raises if any parameter is without a gradient."""
     for name, value in (("batch", recipe.batch), ("seq_len", recipe.seq_len), ("layers", c.layers), ("steps", steps)):
         if value < 1:
@@ -246,7 +246,7 @@ def main() -> None:
     parser.add_argument("--num-heads", type=int, default=8, help="query heads; half as many key/value heads (default 8)")
     parser.add_argument("--variant", choices=VARIANTS, default="v3", help="which form of the model (default v3)")
     a = parser.parse_args()
-    c = Config(hidden=a.hidden_dim, layers=a.num_layers, heads=a.num_heads, kv_heads=max(1, a.num_heads // 2))
+    c = TinyLlamaConfig(hidden=a.hidden_dim, layers=a.num_layers, heads=a.num_heads, kv_heads=max(1, a.num_heads // 2))
     recipe = Recipe(a.batch_size, a.seq_len)
     device = "cuda" if torch.cuda.is_available() else "cpu"
     try:

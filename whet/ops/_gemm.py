@@ -10,7 +10,7 @@ import triton
 import triton.language as tl
 
 from whet import machine
-from whet.ops._chain import begin, chain, ready
+from whet.ops._pdl import launch_dependents, pdl_options, wait
 from whet.ops.attention.common import dot_add
 
 BY_BITS = tl.constexpr(not triton.knobs.runtime.interpret and not torch.version.hip)
@@ -26,9 +26,9 @@ def widened(w, s_ptr, n, g, stride_sn, dtype: tl.constexpr, QUANT: tl.constexpr)
 
 
 @triton.jit
-def ask(w_ptr, n, N, stride_wn, k, KS: tl.constexpr, PART: tl.constexpr, CHAINED: tl.constexpr):
+def ask(w_ptr, n, N, stride_wn, k, KS: tl.constexpr, PART: tl.constexpr, PDL: tl.constexpr):
     """Have PART columns of rows n of w, from column k on, brought into L2."""
-    if CHAINED:
+    if PDL:
         size: tl.constexpr = w_ptr.dtype.element_ty.primitive_bitwidth // 8
         LINES: tl.constexpr = triton.next_power_of_2((PART * size + 127) // 128)
         line = tl.minimum(k + tl.arange(0, LINES) * (128 // size), KS - 1)[None, :]
@@ -47,7 +47,7 @@ def _many_kernel(
     M, N,
     KS: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
     PARTS: tl.constexpr, ASK: tl.constexpr,
-    QUANT: tl.constexpr, GROUP: tl.constexpr, PAIRED: tl.constexpr, CHAINED: tl.constexpr,
+    QUANT: tl.constexpr, GROUP: tl.constexpr, PAIRED: tl.constexpr, PDL: tl.constexpr,
 ):
     """y = x @ w.T [+ bias] [+ res], or with PAIRED silu(that) * the same of rows N onward, on tensor cores.
 
@@ -55,19 +55,19 @@ def _many_kernel(
     Moves   w and its scales in, once for BLOCK_M rows of x; x once a program; y, res.
     Rounds  int4 times its scale to the storage dtype, as operand; sums in fp32; y once.
     """
-    begin(CHAINED)
+    launch_dependents(PDL)
     n = tl.program_id(0).to(tl.int64) * BLOCK_N + tl.arange(0, BLOCK_N)
     m = tl.program_id(1).to(tl.int64) * BLOCK_M + tl.arange(0, BLOCK_M)
     PART: tl.constexpr = (KS + PARTS * BLOCK_K - 1) // (PARTS * BLOCK_K) * BLOCK_K
     first = tl.program_id(2) * PART
     if ASK:
-        ask(w_ptr, n, N, stride_wn, first, KS, PART, CHAINED)
+        ask(w_ptr, n, N, stride_wn, first, KS, PART, PDL)
         if PAIRED:
-            ask(w_ptr, N + n, 2 * N, stride_wn, first, KS, PART, CHAINED)
+            ask(w_ptr, N + n, 2 * N, stride_wn, first, KS, PART, PDL)
     dtype: tl.constexpr = x_ptr.dtype.element_ty
     acc = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
     acc_up = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
-    ready(CHAINED)
+    wait(PDL)
 
     for i in range(first, tl.minimum(first + PART, KS), BLOCK_K):
         k = i + tl.arange(0, BLOCK_K)
@@ -119,18 +119,18 @@ def _sum_kernel(
     y_ptr,  # output
     stride_rm, stride_ym,
     M, N,
-    PARTS: tl.constexpr, BLOCK_N: tl.constexpr, CHAINED: tl.constexpr,
+    PARTS: tl.constexpr, BLOCK_N: tl.constexpr, PDL: tl.constexpr,
 ):
     """y = the parts' sum [+ bias] [+ res].  One program, a row or a piece of it.
 
     Moves   PARTS sums in fp32, bias and res in, y out.
     Rounds  once, at the store; the parts are summed in order.
     """
-    begin(CHAINED)
+    launch_dependents(PDL)
     m = tl.program_id(1).to(tl.int64) + tl.arange(0, 1)
     n = tl.program_id(0).to(tl.int64) * BLOCK_N + tl.arange(0, BLOCK_N)
     inside = (m < M)[:, None] & (n < N)[None, :]
-    ready(CHAINED)
+    wait(PDL)
     acc = tl.zeros((1, BLOCK_N), tl.float32)
     for part in tl.static_range(PARTS):
         acc += tl.load(part_ptr + (part * M.to(tl.int64) + m[:, None]) * N + n[None, :], mask=inside, other=0.0)
@@ -240,16 +240,16 @@ def _some_kernel(
     stride_xm, stride_wn, stride_sn, stride_rm, stride_ym,
     M, N, eps,
     K: tl.constexpr, KS: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, WARPS: tl.constexpr, WIDE: tl.constexpr,
-    QUANT: tl.constexpr, GROUP: tl.constexpr, PAIRED: tl.constexpr, CHAINED: tl.constexpr,
+    QUANT: tl.constexpr, GROUP: tl.constexpr, PAIRED: tl.constexpr, PDL: tl.constexpr,
 ):
     """y = [norm of x] @ w.T [+ bias] [+ res], or with PAIRED silu(that) * the same of rows N onward, of 8 or 16 rows of x.
 
-    Fuses   the norm, its factor taken out of the product, and what follows. In a chain the weights are on their way before x is
+    Fuses   the norm, its factor taken out of the product, and what follows. With PDL the weights are on their way before x is
             there. Each warp sums its own columns on tensor cores, with w as the tall side: no row of the tile is empty.
     Moves   w and its scales in, once; x once a program; y, res.
     Rounds  x times norm to the storage dtype, as operand; sums in fp32, the warps' in order; y once.
     """
-    begin(CHAINED)
+    launch_dependents(PDL)
     PIECE: tl.constexpr = WARPS * WIDE
     HALVES: tl.constexpr = 2 if QUANT == "int4" else 1
     dtype: tl.constexpr = x_ptr.dtype.element_ty
@@ -263,7 +263,7 @@ def _some_kernel(
         up_scale = strip_scales(scale_ptr, N + tall, 2 * N, stride_sn, KS, WARPS, WIDE, QUANT, GROUP)
     if norm_ptr is not None:
         norm = strips(norm_ptr, k * 0, 1, k, KS, PIECE, HALVES)
-    ready(CHAINED)
+    wait(PDL)
 
     squares, x = tl.zeros((WARPS, BLOCK_M), tl.float32), ()
     rows = strips(x_ptr + flat * stride_xm, flat, M, k, KS, PIECE, HALVES)
@@ -304,7 +304,7 @@ WIDEST = 4096  # columns that such a program holds at most, of gate and up toget
 
 
 @dataclass(frozen=True)
-class Cut:
+class GemmCut:
     """Rows of x and of w and columns that a program takes at a time, stages, parts of K, whether w is asked for early."""
 
     BLOCK_M: int
@@ -321,16 +321,17 @@ def modern() -> bool:
     return bool(capability and capability >= (9, 0))
 
 
-def cut(M: int, N: int, paired: bool, dtype: torch.dtype) -> Cut:
+def cut(M: int, N: int, paired: bool, dtype: torch.dtype) -> GemmCut:
     """Narrow enough that every SM has rows of w, or K in parts; less at once where memory is small.
 
     64 rows of x even for few: narrower tiles go through slower tensor instructions.
     """
     if dtype == torch.float32 or not modern():
-        return Cut(64, 16, 64, 2)
+        return GemmCut(64, 16, 64, 2)
     if N < 2048:
-        return Cut(64, 32, 128, 4, PARTS=4, ASK=True) if SOME < M <= 64 and not paired else Cut(64, 16, 256, 4 if paired else 5)
-    return Cut(64, 32, 128, 4, ASK=SOME < M <= 64) if N < 2**16 else Cut(64, 64, 64, 4)
+        in_parts = SOME < M <= 64 and not paired
+        return GemmCut(64, 32, 128, 4, PARTS=4, ASK=True) if in_parts else GemmCut(64, 16, 256, 4 if paired else 5)
+    return GemmCut(64, 32, 128, 4, ASK=SOME < M <= 64) if N < 2**16 else GemmCut(64, 64, 64, 4)
 
 
 def some(x, norm, w, scale, bias, res, y, strides, eps, how) -> torch.Tensor:
@@ -361,7 +362,7 @@ def many(x, norm, w, scale, bias, res, y, strides, eps, how) -> torch.Tensor:
     )
     if c.PARTS > 1:
         _sum_kernel[(triton.cdiv(N, 512), M)](
-            sums, bias, res, y, *strides[3:], M, N, PARTS=c.PARTS, BLOCK_N=512, num_warps=4, **chain(),
+            sums, bias, res, y, *strides[3:], M, N, PARTS=c.PARTS, BLOCK_N=512, num_warps=4, **pdl_options(),
         )
     return y
 
@@ -372,17 +373,17 @@ def _normed_kernel(
     y_ptr,  # output
     stride_xm,
     K, eps,
-    BLOCK_K: tl.constexpr, CHAINED: tl.constexpr,
+    BLOCK_K: tl.constexpr, PDL: tl.constexpr,
 ):
-    """y = x * rsqrt(mean(x^2) + eps) * norm.  One program, one row; rms_norm as a link of a chain.
+    """y = x * rsqrt(mean(x^2) + eps) * norm.  One program, one row; rms_norm as a decode kernel, with PDL.
 
     Moves   x and norm in, y out.
     Rounds  y once, at the store; fp32 inside.
     """
-    begin(CHAINED)
+    launch_dependents(PDL)
     m, k = tl.program_id(0).to(tl.int64), tl.arange(0, BLOCK_K)
     norm = tl.load(norm_ptr + k, mask=k < K, other=0.0).to(tl.float32)
-    ready(CHAINED)
+    wait(PDL)
     x = tl.load(x_ptr + m * stride_xm + k, mask=k < K, other=0.0).to(tl.float32)
     rstd = 1.0 / tl.sqrt_rn(tl.sum(x * x) / K + eps)
     tl.store(y_ptr + m * K + k, x * rstd * norm, mask=k < K)
@@ -391,5 +392,5 @@ def _normed_kernel(
 def normed(x, norm, eps) -> torch.Tensor:
     M, K = x.shape
     y = torch.empty(M, K, dtype=x.dtype, device=x.device)
-    _normed_kernel[(M,)](x, norm, y, x.stride(0), K, eps, BLOCK_K=triton.next_power_of_2(K), num_warps=4, **chain())
+    _normed_kernel[(M,)](x, norm, y, x.stride(0), K, eps, BLOCK_K=triton.next_power_of_2(K), num_warps=4, **pdl_options())
     return y

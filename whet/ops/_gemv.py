@@ -1,7 +1,7 @@
 """What the decode kernels share: rows of weights, loaded before anything is waited for, times a few rows of x.
 
-A warp takes whole rows of w, in registers. In a chain (see `chained`) a kernel starts while the one before it still runs,
-loads its weights, and only then waits for x.
+A warp takes whole rows of w, in registers. With programmatic dependent launch (see `pdl`) a kernel starts while
+the one before it still runs, loads its weights, and only then waits for x.
 The rows of x are taken one by one, each in the same order of sums: a row's bits do not depend on how many there are.
 """
 # Tuples that grow in jitted loops:
@@ -18,8 +18,8 @@ import triton.language as tl
 
 from whet import machine
 from whet.op import autocast_of, floating, same_device
-from whet.ops._chain import begin, chain, ready
 from whet.ops._gemm import many
+from whet.ops._pdl import launch_dependents, pdl_options, wait
 from whet.ops._rows import KERNEL_DTYPES
 from whet.ops._weights import check_weight, columns, quant_of
 
@@ -27,22 +27,22 @@ WIDE = tl.constexpr(256)  # columns of a tile: eight a thread of one warp
 BY_BITS = tl.constexpr(not triton.knobs.runtime.interpret and not torch.version.hip)
 FEW, EXACT = 3, 8  # rows of x taken one by one: where that is faster than tensor cores, and at most
 FP8 = (8, 9)  # the lowest compute capability that converts fp8
-_alike = contextvars.ContextVar("whet_alike", default=False)
+_batch_invariant = contextvars.ContextVar("whet_batch_invariant", default=False)
 
 
 @contextlib.contextmanager
-def alike() -> Iterator[None]:
-    """Within the block up to 8 rows of x are taken one by one: a row's bits are those it would have alone."""
-    before = _alike.set(True)
+def batch_invariant() -> Iterator[None]:
+    """Within the block a product of up to 8 rows of x gives each the bits it would have alone: they are taken one by one."""
+    before = _batch_invariant.set(True)
     try:
         yield
     finally:
-        _alike.reset(before)
+        _batch_invariant.reset(before)
 
 
 def few() -> int:
     """How many rows of x are taken one by one."""
-    return EXACT if _alike.get() else FEW
+    return EXACT if _batch_invariant.get() else FEW
 
 
 @dataclass(frozen=True)
@@ -280,15 +280,15 @@ def _few_kernel(
     stride_xm, stride_wn, stride_sn, stride_rm, stride_ym,
     N, eps,
     M: tl.constexpr, K: tl.constexpr, KS: tl.constexpr, WARPS: tl.constexpr, TURNS: tl.constexpr,
-    QUANT: tl.constexpr, GROUP: tl.constexpr, PAIRED: tl.constexpr, CHAINED: tl.constexpr,
+    QUANT: tl.constexpr, GROUP: tl.constexpr, PAIRED: tl.constexpr, PDL: tl.constexpr,
 ):
     """y = [norm of x] @ w.T [+ bias] [+ res], or with PAIRED silu(that) * the same of rows N onward.  One program, a few rows.
 
     Fuses   the norm, which every warp does again (x is small), the product, and what follows; nothing waits for another warp.
-    Moves   w and its scales in, once; x, norm, y, res. In a chain the weights are on their way before x is there.
+    Moves   w and its scales in, once; x, norm, y, res. With PDL the weights are on their way before x is there.
     Rounds  y once, at the store; x, w and all sums in fp32, the norm's factor taken out of the product.
     """
-    begin(CHAINED)
+    launch_dependents(PDL)
     n = tl.program_id(0).to(tl.int64) * (WARPS * TURNS) + tl.arange(0, WARPS)
     w = held(w_ptr, n, N, stride_wn, KS, TURNS)
     scale = scales(scale_ptr, n, N, stride_sn, KS, TURNS, QUANT, GROUP)
@@ -298,7 +298,7 @@ def _few_kernel(
         up_scale = scales(scale_ptr, N + n, 2 * N, stride_sn, KS, TURNS, QUANT, GROUP)
     if norm_ptr is not None:
         norm = row_of(norm_ptr, n, KS, QUANT)
-    ready(CHAINED)
+    wait(PDL)
 
     for m in tl.static_range(M):
         x, rstd, added = row_of(x_ptr + m * stride_xm, n, KS, QUANT), 1.0, ()
@@ -328,7 +328,7 @@ def multiply(x, norm, w, scale, bias, res, eps, paired=False, tile=None, out=Non
     if not y.numel():
         return y
     strides = (x.stride(0), w.stride(0), *(0 if t is None else t.stride(0) for t in (scale, res)), N)
-    how = storage(w, scale) | dict(PAIRED=paired) | chain()
+    how = storage(w, scale) | dict(PAIRED=paired) | pdl_options()
     if few() < M:
         return many(x, norm, w, scale, bias, res, y, strides, eps, how)
     cut = plan(w, tile, M)

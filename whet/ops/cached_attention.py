@@ -5,20 +5,20 @@ import triton
 
 from whet import machine
 from whet.op import Cost, Impl, Op, error, lay, layout_of, nbytes
-from whet.ops._attend import _attend_kernel, _join_kernel
 from whet.ops._cached import check_caches, check_tables, layout_refused, tensors_refused
-from whet.ops._chain import chain
 from whet.ops._gemv import few
+from whet.ops._pdl import pdl_options
+from whet.ops._split_kv import _combine_kernel, _split_kv_kernel
 from whet.ops.attention.common import LOG2E
 from whet.torch_ops import Forward
 from whet.values import changed, families
 
-SPAN = 64  # keys taken at a time, one after another within a chunk
-WHOLE = 4  # spans that one program takes alone where there are more than a few sequences: nothing is left to join
-PROGRAMS = 2  # an SM's share of programs, where there are spans enough: a sequence is cut into that many chunks
-MANY = 8  # sequences from which on each is cut into fewer chunks
+SPAN = 64  # keys taken at a time, one after another within a split
+WHOLE = 4  # spans that one program takes alone where there are more than a few sequences: nothing is left to combine
+PROGRAMS = 2  # an SM's share of programs, where there are spans enough: a sequence is cut into that many splits
+MANY = 8  # sequences from which on each is cut into fewer splits
 LONG = 8192  # tokens from which on the loop over spans is pipelined
-GATHER = 64  # chunks whose results are joined at a time
+GATHER = 64  # splits whose results are combined at a time
 MOST = 8  # new tokens of a sequence in one call
 
 
@@ -111,7 +111,7 @@ def cost(qkv, k_cache, v_cache, positions, cos, sin, q_norm=None, k_norm=None, w
 
 
 def plan(B: int, T: int, context: int, alone: bool, wide: bool) -> dict:
-    """How a program takes its chunk: all of it at once, or span by span in a loop of so many stages."""
+    """How a program takes its split: all of it at once, or span by span in a loop of so many stages."""
     if alone and T == 1:
         return dict(ALONE=True, STAGES=1, num_warps=8)
     return dict(ALONE=False, STAGES=1 if T > 1 else 2 if B > MANY else 3 if context > LONG else 1, num_warps=8 if wide else 4)
@@ -124,24 +124,24 @@ def launch(qkv, k_cache, v_cache, positions, cos, sin, q_norm, k_norm, window, c
     if not out.numel():
         return out
     context = context or S
-    chunks = max(1, PROGRAMS * machine.sm_count() // (KV * (B if B > MANY else 1)))
+    max_splits = max(1, PROGRAMS * machine.sm_count() // (KV * (B if B > MANY else 1)))
     spans = triton.cdiv(context, SPAN)
     whole, wide = WHOLE if few() < B else 1, qkv.dtype == torch.float32
-    splits = 1 if spans <= whole else min(chunks, spans)
-    acc, most, total = out, out, out
+    splits = 1 if spans <= whole else min(max_splits, spans)
+    acc, row_max, row_sum = out, out, out
     if splits > 1:
         acc = torch.empty(B * T * H, splits, D, dtype=torch.float32, device=qkv.device)
-        most, total = (torch.empty(B * T * H, splits, dtype=torch.float32, device=qkv.device) for _ in range(2))
-    how = dict(T=T, H=H, D=D, SPLITS=splits, CHUNKS=chunks, BLOCK_D=max(32, triton.next_power_of_2(D)), SPAN=SPAN, WHOLE=whole)
-    how |= chain()
-    _attend_kernel[(splits, KV, B)](
-        qkv, k_cache, v_cache, positions, cos, sin, q_norm, k_norm, acc, most, total,
+        row_max, row_sum = (torch.empty(B * T * H, splits, dtype=torch.float32, device=qkv.device) for _ in range(2))
+    how = dict(T=T, H=H, D=D, SPLITS=splits, MAX_SPLITS=max_splits, SPAN=SPAN, WHOLE=whole) | pdl_options()
+    how |= dict(BLOCK_D=max(32, triton.next_power_of_2(D)))
+    _split_kv_kernel[(splits, KV, B)](
+        qkv, k_cache, v_cache, positions, cos, sin, q_norm, k_norm, acc, row_max, row_sum,
         *qkv.stride()[:2], *k_cache.stride()[:3], *v_cache.stride()[:3], S, context, window or None, LOG2E * D**-0.5, eps,
         KV=KV, BLOCK_R=max(16, triton.next_power_of_2(MOST * H // KV)),
         **plan(B, T, context, splits == 1 and few() < B <= MANY and not wide, wide), **how,
     )
     if splits > 1:
-        _join_kernel[(B * T * H,)](acc, most, total, positions, out, context, GATHER=GATHER, num_warps=4, **how)
+        _combine_kernel[(B * T * H,)](acc, row_max, row_sum, positions, out, context, GATHER=GATHER, num_warps=4, **how)
     return out
 
 

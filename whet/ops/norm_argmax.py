@@ -6,7 +6,6 @@ import triton
 import triton.language as tl
 
 from whet.op import Cost, Impl, Op, error, lay, layout_of, nbytes
-from whet.ops._chain import begin, chain, ready
 from whet.ops._gemv import (
     BY_BITS,
     PRODUCT_LIMITS,
@@ -22,6 +21,7 @@ from whet.ops._gemv import (
     scales,
     storage,
 )
+from whet.ops._pdl import launch_dependents, pdl_options, wait
 from whet.ops._weights import dense, quant_of, random_weight
 from whet.ops.rms_norm import reference as rms_norm
 from whet.torch_ops import Forward
@@ -116,7 +116,7 @@ def _head_kernel(
     stride_xm, stride_wn, stride_sn,
     N, eps,
     M: tl.constexpr, K: tl.constexpr, KS: tl.constexpr, WARPS: tl.constexpr, TURNS: tl.constexpr,
-    QUANT: tl.constexpr, GROUP: tl.constexpr, CHAINED: tl.constexpr,
+    QUANT: tl.constexpr, GROUP: tl.constexpr, PDL: tl.constexpr,
 ):
     """The largest logit among a few rows of w, and its row.  One program.
 
@@ -124,13 +124,13 @@ def _head_kernel(
     Moves   w and its scales in, once for all rows of x; one value and one index out for each row of x.
     Rounds  nothing: x, w, sums and logits in fp32, the norm's factor taken out of the product.
     """
-    begin(CHAINED)
+    launch_dependents(PDL)
     pid, programs = tl.program_id(0), tl.num_programs(0)
     n = pid.to(tl.int64) * (WARPS * TURNS) + tl.arange(0, WARPS)
     w = held(w_ptr, n, N, stride_wn, KS, TURNS)
     scale = scales(scale_ptr, n, N, stride_sn, KS, TURNS, QUANT, GROUP)
     ROUGH: tl.constexpr = BY_BITS and x_ptr.dtype.element_ty != tl.float32
-    ready(CHAINED)
+    wait(PDL)
 
     for m in tl.static_range(M):
         x, squares = normed(row_of(x_ptr + m * stride_xm, n, KS, QUANT), row_of(norm_ptr, n, KS, QUANT))
@@ -151,19 +151,19 @@ def _choose_kernel(
     value_ptr, token_ptr,  # inputs, (M, P); without tokens the place in the row is the token
     best_ptr, at_ptr,  # outputs, (M, pieces)
     P, PER,
-    BLOCK: tl.constexpr, CHAINED: tl.constexpr,
+    BLOCK: tl.constexpr, PDL: tl.constexpr,
 ):
     """The largest of PER of a row's P values and its token.  One program, one piece of one row.
 
     Moves   a value and a token for each of PER in, one of each out.
     Rounds  nothing.
     """
-    begin(CHAINED)
+    launch_dependents(PDL)
     m, piece = tl.program_id(0).to(tl.int64), tl.program_id(1)
     p = tl.arange(0, BLOCK)
     value = tl.full((BLOCK,), float("-inf"), tl.float32)
     token = tl.full((BLOCK,), 2**62, tl.int64)
-    ready(CHAINED)
+    wait(PDL)
     for i in range(piece * PER, tl.minimum((piece + 1) * PER, P), BLOCK):
         inside = i + p < tl.minimum((piece + 1) * PER, P)
         v = tl.load(value_ptr + m * P + i + p, mask=inside, other=float("-inf")).to(tl.float32)
@@ -184,7 +184,7 @@ def chosen(value: torch.Tensor, token: torch.Tensor | None) -> tuple[torch.Tenso
     best = torch.empty(M, pieces, dtype=torch.float32, device=value.device)
     at = torch.empty(M, pieces, dtype=torch.int64, device=value.device)
     BLOCK = min(CHUNK, triton.next_power_of_2(PER))
-    _choose_kernel[(M, pieces)](value, token, best, at, P, PER, BLOCK=BLOCK, num_warps=4, **chain())
+    _choose_kernel[(M, pieces)](value, token, best, at, P, PER, BLOCK=BLOCK, num_warps=4, **pdl_options())
     return (at[:, 0], best[:, 0]) if pieces == 1 else chosen(best, at)
 
 
@@ -201,7 +201,7 @@ def launch(x, norm, w, scale, eps, tile):
     _head_kernel[(P,)](
         x, norm, w, scale, value, token, x.stride(0), w.stride(0), scale.stride(0) if scale is not None else 0, N, eps,
         M=M, K=x.shape[1], WARPS=cut.num_warps, TURNS=cut.BLOCK_N // cut.num_warps, num_warps=cut.num_warps,
-        **storage(w, scale), **chain(),
+        **storage(w, scale), **pdl_options(),
     )
     return chosen(value, token)
 

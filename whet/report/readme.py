@@ -296,8 +296,8 @@ def impl_notes(name: str, impl: Impl) -> list[str]:
     notes = {
         f"`impl=\"{name}\"` sets `{implied(impl)}` unless it is given.": impl.implies,
         f"`{name}` has tiles, tuned as candidates of their own: `{name}@<tile>`.": impl.tiles is not untiled,
-        f"`{name}` is known to err past the budget in {impl.misses}. Tuning leaves it out there.": impl.misses,
-        f"Beware of `{name}`: {impl.beware}.": impl.beware,
+        f"`{name}` is known to be inaccurate in {impl.known_inaccurate}. Tuning leaves it out there.": impl.known_inaccurate,
+        f"A caveat of `{name}`: {impl.caveat}.": impl.caveat,
         f"`{name}` may spill registers on sm_90: {impl.spills}.": impl.spills,
     }
     return [text for text, true in notes.items() if true]

@@ -7,10 +7,10 @@ import torch
 
 from whet.decode import persistent
 from whet.decode.cache import Cache
-from whet.decode.runner import Runner
+from whet.decode.runner import DecodeRunner
 from whet.decode.sampling import Sampling
 from whet.models.qwen3 import Qwen3, kernels
-from whet.ops._chain import chained
+from whet.ops._pdl import pdl
 
 
 def column(tokens: torch.Tensor, i: int) -> torch.Tensor:
@@ -76,17 +76,17 @@ class Contender:
             token = self.step(token)[0].clone()
 
 
-class Graph(Contender):
+class GraphContender(Contender):
     """whet's runner: one captured graph replayed for each token; on a CPU, plain calls."""
 
     path = "graph"
 
     def __init__(self, model: Qwen3, batch: int, length: int):
         cache = Cache(model.c, model.embed.dtype, model.embed.device, max_tokens=model.c.max_positions)
-        self.model, self.batch, self.held = model, batch, 0
+        self.model, self.batch, self.cached_tokens = model, batch, 0
         if cache.device.type == "cuda" and not model.own_ops:
             model.ops = kernels()  # a contender is verified before it is timed
-        self.runner = Runner(model, cache, batch, self.path)
+        self.runner = DecodeRunner(model, cache, batch, self.path)
         self.runner.hold(batch, length)
         self.context = self.runner.context(length)
 
@@ -94,22 +94,22 @@ class Graph(Contender):
         self.runner.prefill(0, prompt[0].tolist(), 0, Sampling()).read()
         for row in range(1, self.batch):
             self.runner.cache.copy(0, row, prompt.shape[1])
-        self.runner.pace[: self.batch].fill_(1)
-        self.held, self.first = prompt.shape[1], first
+        self.runner.advance[: self.batch].fill_(1)
+        self.cached_tokens, self.first = prompt.shape[1], first
 
     def reading(self, prompt, first):
         tokens = prompt[0].tolist()
         return lambda: self.runner.prefill(0, tokens, 0, Sampling())
 
     def rewind(self):
-        self.runner.clock[: self.batch].fill_(self.held)
+        self.runner.position[: self.batch].fill_(self.cached_tokens)
         self.runner.token[: self.batch] = self.first[:, 0]
 
     @torch.no_grad()
     def step(self, token):
         """What the graph holds, with another token than the one it chose."""
-        at, (k, v) = self.runner.clock[: self.batch], (t[:, : self.batch] for t in self.runner.cache.kv)
-        with chained():
+        at, (k, v) = self.runner.position[: self.batch], (t[:, : self.batch] for t in self.runner.cache.kv)
+        with pdl():
             hidden = self.model.step(token, k, v, at, context=self.context)
         at += 1
         logits = self.model.logits(hidden[:, -1])
@@ -129,7 +129,7 @@ class Graph(Contender):
         self.runner.cache.drop()
 
 
-class Persistent(Graph):
+class PersistentContender(GraphContender):
     """whet's persistent kernel: one launch for all tokens of one sequence."""
 
     path = "persistent"
@@ -148,4 +148,4 @@ class Persistent(Graph):
         return self.runner.token[:1, None], logits
 
 
-OURS: dict[str, type[Contender]] = {"whet graph": Graph, "whet persistent": Persistent}
+OURS: dict[str, type[Contender]] = {"whet graph": GraphContender, "whet persistent": PersistentContender}

@@ -16,7 +16,7 @@ import torch
 
 from whet.decode import load
 from whet.decode.bench import quality, rivals
-from whet.decode.bench.contender import Graph, Persistent
+from whet.decode.bench.contender import GraphContender, PersistentContender
 from whet.decode.quantize import QUANTS
 from whet.models.qwen3 import Qwen3, kernels
 
@@ -117,15 +117,17 @@ def by_kernels(model: Qwen3) -> quality.Logits:
 
 def kernel_of(model: Qwen3) -> dict[str, quality.Logits]:
     """The persistent kernel, where it takes the model."""
-    return {} if Persistent.refused(model, 1) else {ONE_KERNEL: in_steps(Persistent(model, 1, quality.WINDOW))}
+    if PersistentContender.refused(model, 1):
+        return {}
+    return {ONE_KERNEL: in_steps(PersistentContender(model, 1, quality.WINDOW))}
 
 
-def in_steps(contender: Graph) -> quality.Logits:
+def in_steps(contender: GraphContender) -> quality.Logits:
     """Logits of texts from their beginning: one row after another, each token in a step of its own."""
     def logits(tokens: torch.Tensor) -> torch.Tensor:
         rows = []
         for row in tokens.split(1):
-            contender.held, contender.first = 0, row[:, :1]
+            contender.cached_tokens, contender.first = 0, row[:, :1]
             rows.append(contender.forced(row))
         return torch.cat(rows)
 

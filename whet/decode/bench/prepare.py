@@ -21,7 +21,7 @@ from whet.decode.bench import contender, rivals
 from whet.decode.cache import free_bytes
 from whet.decode.oracle import full_float32
 from whet.decode.quantize import quantize
-from whet.models.qwen3 import Config, Qwen3, random_weights
+from whet.models.qwen3 import Qwen3, Qwen3Config, random_weights
 
 LIMIT_S = 240.0
 CONTEXT_BYTES = 2 << 30  # what a process takes on a GPU beside its weights
@@ -89,7 +89,7 @@ def child(model: Qwen3, job: Job) -> str:
 
 def main() -> None:
     given = json.load(sys.stdin)
-    config = Config(**given["config"] | {"eos": tuple(given["config"]["eos"])})
+    config = Qwen3Config(**given["config"] | {"eos": tuple(given["config"]["eos"])})
     job = Job(**given["job"] | {"contexts": tuple(given["job"]["contexts"])})
     model = random_weights(config, device=given["device"], dtype=getattr(torch, given["dtype"])).requires_grad_(False)
     with full_float32():  # as the bench has set it when it compiles: Inductor's cache tells the one setting from the other

@@ -23,7 +23,7 @@ import torch
 from whet.decode.cache import BLOCK as CACHE_BLOCK
 from whet.decode.oracle import full_float32, widened
 from whet.decode.quantize import QUANTS, quantize, weights
-from whet.ops._chain import chained
+from whet.ops._pdl import pdl
 from whet.ops._weights import quant_of
 
 Logits = Callable[[torch.Tensor], torch.Tensor]
@@ -88,7 +88,7 @@ def cached(model: Any, chunk: int = 1, fused: bool = True) -> Logits:
         for at in range(0, T, chunk):
             positions = torch.full((B,), at, dtype=torch.int64, device=embed.device)
             given = (tokens[:, at : at + chunk], k, v, positions)
-            with chained():
+            with pdl():
                 hidden = model.step(*given, context=k.shape[3]) if fused else model.extend(*given)
             out[:, at : at + chunk] = model.logits(hidden)
         return out
@@ -234,7 +234,7 @@ def paired(what: str, ours: torch.Tensor, theirs: torch.Tensor) -> Paired:
 
 
 @dataclass(frozen=True)
-class Verdict:
+class QualityVerdict:
     ok: bool
     why: str
     tokens: int
@@ -247,7 +247,7 @@ class Verdict:
         return asdict(self)
 
 
-def not_worse(ours: Scores, theirs: Scores) -> Verdict:
+def not_worse(ours: Scores, theirs: Scores) -> QualityVerdict:
     """Whether ours is as near to the float32 reference as theirs, an eager model in the same dtype, on the same text.
 
     KL, NLL   the mean difference over tokens must not exceed what chance gives once in 1 / LEVEL. Of the NLL it is the
@@ -265,7 +265,7 @@ def not_worse(ours: Scores, theirs: Scores) -> Verdict:
     ]
     if top1 is not None and top1 < 1:
         reasons.append(f"top-1 differs at {round((1 - top1) * decided)} of {decided} tokens whose margin exceeds the rounding")
-    return Verdict(not reasons, "; ".join(reasons), len(ours.tokens), kl, nll, top1, decided)
+    return QualityVerdict(not reasons, "; ".join(reasons), len(ours.tokens), kl, nll, top1, decided)
 
 
 def compare_quants(

@@ -22,10 +22,10 @@ from torch import nn
 
 from whet.decode.bench.contender import Contender
 from whet.decode.chunks import CHUNK
-from whet.models.qwen3 import FAMILIES, Config, Qwen3
+from whet.models.qwen3 import FAMILIES, Qwen3, Qwen3Config
 
 
-def hf_config(c: Config, dtype: torch.dtype) -> dict[str, Any]:
+def hf_config(c: Qwen3Config, dtype: torch.dtype) -> dict[str, Any]:
     """config.json of these sizes, as Hugging Face writes it."""
     arch = next(name for name, family in FAMILIES.items() if family["name"] == c.name)
     given: dict[str, Any] = dict(
@@ -127,7 +127,7 @@ def read_prompt(module: Any, cache, tokens: torch.Tensor) -> None:
         module(input_ids=part, past_key_values=cache, use_cache=True, logits_to_keep=1, **given)
 
 
-class Compiled(Contender):
+class CompiledContender(Contender):
     """compiled(token, at): a step at the position `at` (1,), which stays on the device."""
 
     compiled: Any
@@ -141,7 +141,7 @@ class Compiled(Contender):
         return found
 
 
-class TransformersStatic(Compiled):
+class TransformersStatic(CompiledContender):
     """A static cache, and the step (forward and argmax) compiled whole."""
 
     def __init__(self, model: Qwen3, batch: int, length: int):
@@ -151,7 +151,7 @@ class TransformersStatic(Compiled):
             raise ValueError("a cache with a sliding window cannot be rewound")
         self.module = transformers_model(model)
         self.cache: Any = StaticCache(config=self.module.config, max_cache_len=length)
-        self.held, self.at = 0, torch.zeros(1, dtype=torch.int64, device=model.embed.device)
+        self.cached_tokens, self.at = 0, torch.zeros(1, dtype=torch.int64, device=model.embed.device)
         self.placed, self.compiled = must_be_placed(self.module), compiled(self.one)
 
     def one(self, token, at):
@@ -161,16 +161,16 @@ class TransformersStatic(Compiled):
 
     @torch.no_grad()
     def feed(self, prompt, first):
-        self.held, self.first = 0, first
+        self.cached_tokens, self.first = 0, first
         self.rewind()
         read_prompt(self.module, self.cache, prompt.expand(len(first), -1))
-        self.held = prompt.shape[1]
+        self.cached_tokens = prompt.shape[1]
 
     def rewind(self):
-        self.at.fill_(self.held)
+        self.at.fill_(self.cached_tokens)
         for layer in self.cache.layers:
             if hasattr(layer, "cumulative_length"):
-                layer.cumulative_length.fill_(self.held)
+                layer.cumulative_length.fill_(self.cached_tokens)
 
     def close(self):
         torch._dynamo.reset()
@@ -201,7 +201,7 @@ def rotated(x, cos, sin):
     return torch.cat([a * cos - b * sin, b * cos + a * sin], -1).to(x.dtype)
 
 
-class Block(nn.Module):
+class ByHandBlock(nn.Module):
     """One layer by hand over its own static cache."""
 
     keys: torch.Tensor
@@ -215,7 +215,7 @@ class Block(nn.Module):
     gate_up: torch.Tensor
     down: torch.Tensor
 
-    def __init__(self, c: Config, layer: nn.Module, batch: int, length: int):
+    def __init__(self, c: Qwen3Config, layer: nn.Module, batch: int, length: int):
         super().__init__()
         self.c = c
         weights = {n.removesuffix(".data"): p for n, p in layer.named_parameters()}
@@ -261,7 +261,7 @@ class ByHand(nn.Module):
     def __init__(self, model: Qwen3, batch: int, length: int):
         super().__init__()
         self.c = model.c
-        self.blocks = nn.ModuleList(Block(model.c, layer, batch, length) for layer in model.layers)
+        self.blocks = nn.ModuleList(ByHandBlock(model.c, layer, batch, length) for layer in model.layers)
         head = model.head.data
         held: Mapping[str, torch.Tensor] = dict(
             embed=model.embed, norm=model.norm, head=head, cos=model.cos[:length, None], sin=model.sin[:length, None],
@@ -281,9 +281,9 @@ class ByHand(nn.Module):
         return F.linear(rms(x[:, -1], self.norm, self.c.eps), self.head)
 
 
-class GptFast(Compiled):
+class GptFast(CompiledContender):
     def __init__(self, model: Qwen3, batch: int, length: int, tuned: bool = False):
-        self.module, self.held = ByHand(model, batch, length), 0
+        self.module, self.cached_tokens = ByHand(model, batch, length), 0
         self.at = torch.zeros(1, dtype=torch.int64, device=model.embed.device)
         self.compiled = compiled(self.one, tuned)
 
@@ -293,13 +293,13 @@ class GptFast(Compiled):
 
     @torch.no_grad()
     def feed(self, prompt, first):
-        self.held, self.first = prompt.shape[1], first
+        self.cached_tokens, self.first = prompt.shape[1], first
         for i, part in enumerate(prompt.expand(len(first), -1).split(CHUNK, dim=1)):
             self.module(part, torch.arange(part.shape[1], device=part.device) + i * CHUNK)
         self.rewind()
 
     def rewind(self):
-        self.at.fill_(self.held)
+        self.at.fill_(self.cached_tokens)
 
     def close(self):
         torch._dynamo.reset()

@@ -18,7 +18,7 @@ import torch
 from whet import measure
 from whet.decode.bench import evidence, prepare, quality, rivals
 from whet.decode.bench.agree import CHECKED, Truth
-from whet.decode.bench.contender import OURS, Contender, Graph
+from whet.decode.bench.contender import OURS, Contender, GraphContender
 from whet.decode.cache import free_bytes
 from whet.decode.load import open_model
 from whet.decode.quantize import QUANTS, bytes_per_token, quantize, weights
@@ -342,7 +342,7 @@ class Bench:
         model = self.models[""]
         length = min(PREFILL, model.c.max_positions - CHECKED)
         prompt, first = self.tokens(1, length), self.tokens(1, 1)
-        kinds: dict[str, type[Contender]] = {"whet": Graph}
+        kinds: dict[str, type[Contender]] = {"whet": GraphContender}
         if "transformers" in self.asked.rivals:
             kinds["transformers"] = rivals.RIVALS["transformers"]
         rows, runs = {name: self.lost(name, "", 1, length) for name in kinds}, {}

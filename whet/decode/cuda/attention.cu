@@ -1,15 +1,15 @@
-// Attention of one token: queries, the cache, and the joining of what several blocks have seen.
+// Attention of one token: queries, the cache, and the combining of what several blocks have seen.
 
 struct Attention : Products {
     using Products::Products;
 
-    // A head of 128 at the words: this lane's dimensions 2 * lane, + 1, and those 64 further; normed and rotated.
-    DEVICE void head_in(float (&x)[4], int at, u32 generation, Two w, int position, bool rotate) {
+    // A head of 128 in the mailbox: this lane's dimensions 2 * lane, + 1, and those 64 further; normed and rotated.
+    DEVICE void head_in(float (&x)[4], int at, u32 epoch, Two w, int position, bool rotate) {
         long long row = (long long)position * (D / 2) + 2 * lane;
         float c0 = a.cosine[row], c1 = a.cosine[row + 1], s0 = a.sine[row], s1 = a.sine[row + 1];
         u64 v[2][2];
-        const u64* const from[2] = {words(at + 2 * lane), words(at + 64 + 2 * lane)};
-        hear(v, from, generation, 2, a, lost);
+        const u64* const from[2] = {mailbox(at + 2 * lane), mailbox(at + 64 + 2 * lane)};
+        poll(v, from, epoch, 2, a, lost);
         x[0] = value(v[0][0]), x[1] = value(v[0][1]), x[2] = value(v[1][0]), x[3] = value(v[1][1]);
         if (!rotate) return;
         if (QK_NORM) {
@@ -20,7 +20,7 @@ struct Attention : Products {
         x[2] = x[2] * c0 + x[0] * s0, x[3] = x[3] * c1 + x[1] * s1, x[0] = y0, x[1] = y1;
     }
 
-    // Of the norm of the head that this warp will have: from memory, which takes as long as to hear.
+    // Of the norm of the head that this warp will have: from memory, which takes as long as a poll.
     DEVICE Two norm_of_head(const Layer& layer) {
         if (!QK_NORM || warp > G) return {0, 0};
         const bf16* norm = (warp < G ? layer.q_norm : layer.k_norm) + 2 * lane;
@@ -75,7 +75,7 @@ struct Attention : Products {
 
     // What a warp has seen: of head lane / 4 the largest score and its share of the sum; of heads 2 * (lane % 4) and the next
     // the dimensions from 16 * (lane / 4) on, two in a row. Heads from G on mean nothing.
-    struct Seen { float most, sum, y[8][4]; };
+    struct Seen { float row_max, sum, y[8][4]; };
 
     DEVICE u32 evens(u32 a, u32 b) { return (a & 0xffffu) | b << 16; }
     DEVICE u32 odds(u32 a, u32 b) { return a >> 16 | (b & 0xffff0000u); }
@@ -84,7 +84,7 @@ struct Attention : Products {
     // The first N units of those held, `count` keys in all; more: it is not the first time.
     template <int N>
     DEVICE void see(Seen& seen, const Held& keys, const Four (&q)[4], int count, bool more) {
-        float p[N][2], most = seen.most;
+        float p[N][2], row_max = seen.row_max;
 #pragma unroll
         for (int u = 0; u < N; u++) {
             float s[2][4] = {};
@@ -99,21 +99,21 @@ struct Attention : Products {
                 p[u][i] = s[0][i] + s[1][i];
                 p[u][i] += swap(p[u][i], 4 * G);  // the query's second part has rows of its own
                 p[u][i] = u * KEYS + warp * 8 + lane % 4 * 2 + i < count ? p[u][i] : LOWEST;
-                most = p[u][i] > most ? p[u][i] : most;
+                row_max = p[u][i] > row_max ? p[u][i] : row_max;
             }
         }
-        float other = swap(most, 1);
-        most = other > most ? other : most, other = swap(most, 2);
-        most = other > most ? other : most;
-        float safe = most == LOWEST ? 0 : most;
+        float other = swap(row_max, 1);
+        row_max = other > row_max ? other : row_max, other = swap(row_max, 2);
+        row_max = other > row_max ? other : row_max;
+        float safe = row_max == LOWEST ? 0 : row_max;
         if (more) {
-            float shrink = power(seen.most - safe);
+            float shrink = power(seen.row_max - safe);
             float first = of_lane(shrink, lane % 4 * 8), second = of_lane(shrink, lane % 4 * 8 + 4);
             seen.sum *= shrink;
 #pragma unroll
             for (int i = 0; i < 4 * 8; i++) seen.y[i / 4][i % 4] *= i % 2 ? second : first;
         }
-        seen.most = most;
+        seen.row_max = row_max;
 #pragma unroll
         for (int u = 0; u < N; u++) {
             p[u][0] = power(p[u][0] - safe), p[u][1] = power(p[u][1] - safe);
@@ -131,7 +131,7 @@ struct Attention : Products {
     DEVICE void keep_seen(Seen& seen) {
         float sum = seen.sum;
         sum += swap(sum, 1), sum += swap(sum, 2);
-        if (lane / 4 < G && lane % 4 == 0) *(Two*)(base + S_MOST + (warp * G + lane / 4) * 8) = {bits(seen.most), bits(sum)};
+        if (lane / 4 < G && lane % 4 == 0) *(Two*)(base + S_MAX + (warp * G + lane / 4) * 8) = {bits(seen.row_max), bits(sum)};
 #pragma unroll
         for (int h = 0; h < 2; h++) {
             int head = lane % 4 * 2 + h;
@@ -146,11 +146,11 @@ struct Attention : Products {
     }
 
     // The queries, each in two parts, and where they are new the key and the value, which the cache gets too.
-    DEVICE void heads_of(Two norm, int layer, const Span& s, int position, u32 generation) {
+    DEVICE void heads_of(Two norm, int layer, const Span& s, int position, u32 epoch) {
         if (warp >= G + (s.newest ? 2 : 0)) return;
         int head = warp < G ? s.head * G + warp : warp == G ? H + s.head : H + KV + s.head;
         float x[4];
-        head_in(x, AT_QKV + head * D, generation, norm, position, warp <= G);
+        head_in(x, AT_QKV + head * D, epoch, norm, position, warp <= G);
         if (warp < G) {
 #pragma unroll
             for (int i = 0; i < 4; i++) x[i] *= a.scale;
@@ -170,11 +170,11 @@ struct Attention : Products {
     }
 
     // keys: the first unit is there.
-    DEVICE void attend(Held& keys, Two norm, int layer, const Span& s, int position, u32 generation) {
+    DEVICE void attend(Held& keys, Two norm, int layer, const Span& s, int position, u32 epoch) {
 #pragma unroll
         for (int u = 1; u < HELD; u++)
             if (s.n > u * KEYS) take_keys(keys[u]);
-        heads_of(norm, layer, s, position, generation);
+        heads_of(norm, layer, s, position, epoch);
         meet();
         Four q[4];
 #pragma unroll
@@ -206,73 +206,73 @@ struct Attention : Products {
         keep_seen(seen);
         if (tid < G * D / 2) {
             int h = tid / (D / 2), at = tid % (D / 2), head = s.head * G + h;
-            float y[2], most, sum;
+            float y[2], row_max, sum;
             const float* from = (float*)(base + S_HEADS) + h * SEEN + at * 2 + at / 16 * 4;
-            join_warps(y, most, sum, from, G * SEEN, (float*)(base + S_MOST) + h * 2, G * 2);
-            tell(AT_PART + s.split * (HD / 2) + head * (D / 2) + at, rounded(y[0], y[1]), generation);
-            if (at == 0) tell(AT_MOST + (s.split * H + head) * 2, bits(most), generation);
-            if (at == 1) tell(AT_MOST + (s.split * H + head) * 2 + 1, bits(sum), generation);
+            combine_warps(y, row_max, sum, from, G * SEEN, (float*)(base + S_MAX) + h * 2, G * 2);
+            publish(AT_PART + s.split * (HD / 2) + head * (D / 2) + at, rounded(y[0], y[1]), epoch);
+            if (at == 0) publish(AT_MAX + (s.split * H + head) * 2, bits(row_max), epoch);
+            if (at == 1) publish(AT_MAX + (s.split * H + head) * 2 + 1, bits(sum), epoch);
         }
         if (s.newest && (warp == G || warp == G + 1)) between_proxies();  // these wrote a key and a value
     }
 
     // Two dimensions of a head from what all warps found: the weighted mean, the largest score and the sum of the weights.
-    DEVICE void join_warps(float (&y)[2], float& most, float& sum, const float* values, int apart, const float* ends, int by) {
+    DEVICE void combine_warps(float (&y)[2], float& row_max, float& sum, const float* values, int apart, const float* ends, int by) {
         Pair m[WARPS], v[WARPS];
 #pragma unroll
         for (int i = 0; i < WARPS; i++)
             m[i] = *(const Pair*)(ends + i * by), v[i] = *(const Pair*)(values + i * apart);
-        most = LOWEST, sum = 0, y[0] = y[1] = 0;
+        row_max = LOWEST, sum = 0, y[0] = y[1] = 0;
 #pragma unroll
-        for (int i = 0; i < WARPS; i++) most = m[i].x > most ? m[i].x : most;
+        for (int i = 0; i < WARPS; i++) row_max = m[i].x > row_max ? m[i].x : row_max;
 #pragma unroll
         for (int i = 0; i < WARPS; i++) {
-            float share = m[i].x == LOWEST ? 0 : power(m[i].x - most);
-            sum += m[i].y * share, y[0] += v[i].x * share, y[1] += v[i].y * share;
+            float weight = m[i].x == LOWEST ? 0 : power(m[i].x - row_max);
+            sum += m[i].y * weight, y[0] += v[i].x * weight, y[1] += v[i].y * weight;
         }
         float each = inverse(sum);
         y[0] *= each, y[1] *= each;
     }
 
-    // Four dimensions of a head from the splits that were heard: v[2 * i] their ends, v[2 * i + 1] their values.
+    // Four dimensions of a head from the splits that were polled: v[2 * i] their ends, v[2 * i + 1] their values.
     template <int N>
-    DEVICE void join_splits(float (&y)[4], float& most, float& sum, const u64 (&v)[2 * N][2], int n) {
-        most = LOWEST, sum = 0, y[0] = y[1] = y[2] = y[3] = 0;
+    DEVICE void combine_splits(float (&y)[4], float& row_max, float& sum, const u64 (&v)[2 * N][2], int n) {
+        row_max = LOWEST, sum = 0, y[0] = y[1] = y[2] = y[3] = 0;
 #pragma unroll
         for (int i = 0; i < N; i++)
-            if (i < n) most = value(v[2 * i][0]) > most ? value(v[2 * i][0]) : most;
+            if (i < n) row_max = value(v[2 * i][0]) > row_max ? value(v[2 * i][0]) : row_max;
 #pragma unroll
         for (int i = 0; i < N; i++)
             if (i < n) {
-                float share = value(v[2 * i][1]) * power(value(v[2 * i][0]) - most);
+                float weight = value(v[2 * i][1]) * power(value(v[2 * i][0]) - row_max);
                 u32 one = (u32)v[2 * i + 1][0], two = (u32)v[2 * i + 1][1];
-                sum += share;
-                y[0] += low(one) * share, y[1] += high(one) * share, y[2] += low(two) * share, y[3] += high(two) * share;
+                sum += weight;
+                y[0] += low(one) * weight, y[1] += high(one) * weight, y[2] += low(two) * weight, y[3] += high(two) * weight;
             }
     }
 
-    // Many splits: one block for each head joins them for all.
-    DEVICE void join(int head, int splits, u32 generation) {
+    // Many splits: one block for each head combines them for all.
+    DEVICE void combine(int head, int splits, u32 epoch) {
         u64 v[4][2] = {};
         const u64* from[4];
 #pragma unroll
         for (int i = 0; i < 2; i++) {
             int split = warp + i * WARPS;
-            from[2 * i] = words(AT_MOST + (split * H + head) * 2);
-            from[2 * i + 1] = words(AT_PART + split * (HD / 2) + head * (D / 2) + lane * 2);
+            from[2 * i] = mailbox(AT_MAX + (split * H + head) * 2);
+            from[2 * i + 1] = mailbox(AT_PART + split * (HD / 2) + head * (D / 2) + lane * 2);
         }
         int n = warp >= splits ? 0 : warp + WARPS >= splits ? 1 : 2;
-        hear(v, from, generation, 2 * n, a, lost);
-        float y[4], most, sum;
-        join_splits<2>(y, most, sum, v, n);
-        float* ends = (float*)(base + S_JOIN_MOST) + warp * 2;
-        *(Floats*)((float*)(base + S_JOIN) + warp * D + lane * 4) = {y[0], y[1], y[2], y[3]};
-        if (lane == 0) ends[0] = most, ends[1] = sum;
+        poll(v, from, epoch, 2 * n, a, lost);
+        float y[4], row_max, sum;
+        combine_splits<2>(y, row_max, sum, v, n);
+        float* ends = (float*)(base + S_COMBINE_MAX) + warp * 2;
+        *(Floats*)((float*)(base + S_COMBINE) + warp * D + lane * 4) = {y[0], y[1], y[2], y[3]};
+        if (lane == 0) ends[0] = row_max, ends[1] = sum;
         meet();
         if (tid < D / 2) {
             float out[2];
-            join_warps(out, most, sum, (float*)(base + S_JOIN) + tid * 2, D, (float*)(base + S_JOIN_MOST), 2);
-            tell(AT_Y + head * (D / 2) + tid, rounded(out[0], out[1]), generation);
+            combine_warps(out, row_max, sum, (float*)(base + S_COMBINE) + tid * 2, D, (float*)(base + S_COMBINE_MAX), 2);
+            publish(AT_Y + head * (D / 2) + tid, rounded(out[0], out[1]), epoch);
         }
     }
 };

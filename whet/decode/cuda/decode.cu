@@ -21,7 +21,7 @@ struct Block : Attention {
         }
     };
 
-    DEVICE void choose(Early<In>& early, int begin, int n, float square, u32 generation, float* logits) {
+    DEVICE void choose(Early<In>& early, int begin, int n, float square, u32 epoch, float* logits) {
         if (!AHEAD) {
             square = total(square);
             if (lane == 0) squares()[warp] = square;
@@ -46,20 +46,20 @@ struct Block : Attention {
             if (lane == 0) {
                 fence();  // with this word a block says that its keys and values are written
                 int at = AT_BEST + (BLOCK_ID * 2 + warp) * 2;
-                tell(at, bits(best.logit), generation);
-                tell(at + 1, (u32)best.token, generation);
+                publish(at, bits(best.logit), epoch);
+                publish(at + 1, (u32)best.token, epoch);
             }
         }
     }
 
-    DEVICE Best chosen(u32 generation) {
+    DEVICE Best chosen(u32 epoch) {
         Best best = {LOWEST, 0x7fffffff};
         constexpr int N = (2 * P + 31) / 32;
         u64 v[N][2];
         const u64* from[N];
 #pragma unroll
-        for (int i = 0; i < N; i++) from[i] = words(AT_BEST + (i * 32 + lane < 2 * P ? i * 32 + lane : lane) * 2);
-        hear(v, from, generation, N, a, lost);
+        for (int i = 0; i < N; i++) from[i] = mailbox(AT_BEST + (i * 32 + lane < 2 * P ? i * 32 + lane : lane) * 2);
+        poll(v, from, epoch, N, a, lost);
 #pragma unroll
         for (int i = 0; i < N; i++) best.with(value(v[i][0]), (int)(u32)v[i][1]);
         best.across();
@@ -75,8 +75,8 @@ struct Block : Attention {
         int b = BLOCK_ID;
         int q0 = begins(b, NQ, 1), nq = begins(b + 1, NQ, 1) - q0, k0 = begins(b, K, 1), nk = begins(b + 1, K, 1) - k0;
         int f0 = begins(b, F, 2), nf = begins(b + 1, F, 2) - f0, v0 = begins(b, V, 1), nv = begins(b + 1, V, 1) - v0;
-        int start = (int)*a.position, joins = P - 1 - b;
-        u32 generation = *a.generation;
+        int start = (int)*a.position, combined = P - 1 - b;  // combined: the head whose splits this block combines, if there is one
+        u32 epoch = *a.epoch;
         long long token = *a.token;
         Two w[NK];
         weights_of_norm(w, layers[0].norm1);
@@ -90,14 +90,14 @@ struct Block : Attention {
             float mine = tid < nk ? wide(row[k0 + tid]) : 0;
             for (int l = 0; l < L; l++) {
                 const Layer& layer = layers[l];
-                generation++;
-                heard = anew((u64*)heard);
+                epoch++;
+                inbox = anew((u64*)inbox);
                 Held keys = {};
                 Two norm = norm_of_head(layer);
                 if (In::WHOLE && s.n) take_keys(keys[0]);
-                qkv(in, norm_in(AT_H, generation - 1, l == 0 ? row : nullptr, w), layer, scale_in, q0, nq, generation);
+                qkv(in, norm_in(AT_H, epoch - 1, l == 0 ? row : nullptr, w), layer, scale_in, q0, nq, epoch);
                 if (!In::WHOLE && s.n) take_keys(keys[0]);
-                if (s.takes_part) attend(keys, norm, l, s, position, generation);
+                if (s.takes_part) attend(keys, norm, l, s, position, epoch);
                 weights_of_norm(w, layer.norm2);
                 float scale_out = scale_of(layer.o, k0 + tid, tid < nk), scale_down = scale_of(layer.down, k0 + tid, tid < nk);
                 Pair scale_up = scales_of_pair(layer.gate_up, f0 + tid, tid < nf);
@@ -107,33 +107,33 @@ struct Block : Attention {
                 Early<Down> down;
                 take_early(out, Out::halves(nk));
                 if (Out::WHOLE) take_early(up, Up::halves(nf));
-                if (s.splits > 1 && joins < H) join(joins, s.splits, generation);
-                pairs_in<NHD>(s.splits > 1 ? AT_Y : AT_PART, generation);
-                add(out, scale_out, AT_MID, k0, nk, mine, generation);
+                if (s.splits > 1 && combined < H) combine(combined, s.splits, epoch);
+                pairs_in<NHD>(s.splits > 1 ? AT_Y : AT_PART, epoch);
+                add(out, scale_out, AT_MID, k0, nk, mine, epoch);
                 if (!Out::WHOLE) take_early(up, Up::halves(nf));
                 if (Up::WHOLE) take_early(down, Down::halves(nk));
-                heard = anew((u64*)heard);
-                gate_up(up, norm_in(AT_MID, generation, nullptr, w), layer.gate_up, scale_up, f0, nf, generation);
+                inbox = anew((u64*)inbox);
+                gate_up(up, norm_in(AT_MID, epoch, nullptr, w), layer.gate_up, scale_up, f0, nf, epoch);
                 weights_of_norm(w, l + 1 < L ? layers[l + 1].norm1 : a.norm);
                 if (!Up::WHOLE) take_early(down, Down::halves(nk));
                 if (Down::WHOLE && (AHEAD || l + 1 < L)) take_early(in, In::halves(nq));
-                pairs_in<NF>(AT_ACT, generation);
-                add(down, scale_down, AT_H, k0, nk, mine, generation);
+                pairs_in<NF>(AT_ACT, epoch);
+                add(down, scale_down, AT_H, k0, nk, mine, epoch);
                 if (!Down::WHOLE && l + 1 < L) take_early(in, In::halves(nq));
             }
-            float square = norm_in(AT_H, generation, nullptr, w);
-            generation++;
-            choose(in, v0, nv, square, generation, a.logits ? a.logits + (long long)step * V : nullptr);
+            float square = norm_in(AT_H, epoch, nullptr, w);
+            epoch++;
+            choose(in, v0, nv, square, epoch, a.logits ? a.logits + (long long)step * V : nullptr);
             weights_of_norm(w, layers[0].norm1);
             if (AHEAD || step + 1 < a.steps) take_early(in, In::halves(nq));
-            Best best = chosen(generation);
+            Best best = chosen(epoch);
             token = best.token < V ? best.token : 0;
             fence();
             meet_warp();
             if (lane == 0) arrive(turn_done);
-            if (b == 0 && tid == 0) a.emitted[step] = token, a.logit[step] = best.logit;
+            if (b == 0 && tid == 0) a.out_tokens[step] = token, a.logit[step] = best.logit;
         }
-        if (b == 0 && tid == 0) *a.token = token, *a.position = start + a.steps, *a.generation = generation;
+        if (b == 0 && tid == 0) *a.token = token, *a.position = start + a.steps, *a.epoch = epoch;
     }
 };
 

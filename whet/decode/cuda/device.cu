@@ -8,7 +8,7 @@
 
 extern __shared__ __align__(128) unsigned char shared[];
 extern "C" __constant__ const int SHARED_BYTES = S_RING + STAGES * UNIT;
-extern "C" __constant__ const int WORDS = N_WORDS;
+extern "C" __constant__ const int MAILBOX_WORDS = N_MAILBOX;
 extern "C" __constant__ const int BLOCK_THREADS = THREADS;
 
 DEVICE u32 address(const void* p) { return (u32)__cvta_generic_to_shared(p); }
@@ -101,7 +101,7 @@ struct alignas(8) Pair { float x, y; };
 DEVICE float low(u32 both) { return bits(both << 16); }
 DEVICE float high(u32 both) { return bits(both & 0xffff0000u); }
 DEVICE float wide(bf16 x) { return bits((u32)x << 16); }
-DEVICE u64 word(u32 value, u32 generation) { return (u64)generation << 32 | value; }
+DEVICE u64 word(u32 value, u32 epoch) { return (u64)epoch << 32 | value; }
 DEVICE float value(u64 w) { return bits((u32)w); }
 DEVICE int begins(int block, int n, int step) { return (int)((long long)block * (n / step) / P) * step; }
 
@@ -114,23 +114,23 @@ struct Ring {
     DEVICE void step() { slot = slot + 1 == STAGES ? (phase ^= 1, 0) : slot + 1; }
 };
 
-DEVICE bool is_of(u32 generation, const u64 (&v)[2]) {
-    return (u32)(v[0] >> 32) == generation && (u32)(v[1] >> 32) == generation;
+DEVICE bool is_of(u32 epoch, const u64 (&v)[2]) {
+    return (u32)(v[0] >> 32) == epoch && (u32)(v[1] >> 32) == epoch;
 }
 
-// Reads n of N pairs of words until all have the generation; those that have it once are not read again.
+// Reads n of N pairs of words until all have the epoch; those that have it once are not read again.
 template <int N>
-DEVICE void hear(u64 (&v)[N][2], const u64* const (&at)[N], u32 generation, int n, const Args& a, bool& lost) {
+DEVICE void poll(u64 (&v)[N][2], const u64* const (&at)[N], u32 epoch, int n, const Args& a, bool& lost) {
 #pragma unroll
-    for (int i = 0; i < N; i++) v[i][0] = v[i][1] = word(0, ~generation);
+    for (int i = 0; i < N; i++) v[i][0] = v[i][1] = word(0, ~epoch);
     for (int polls = 0;; polls++) {
         bool all = true;
 #pragma unroll
         for (int i = 0; i < N; i++)
-            if (i < n) peek(v[i], at[i], !is_of(generation, v[i]));
+            if (i < n) peek(v[i], at[i], !is_of(epoch, v[i]));
 #pragma unroll
         for (int i = 0; i < N; i++)
-            if (i < n) all &= is_of(generation, v[i]);
+            if (i < n) all &= is_of(epoch, v[i]);
         if (all || lost) break;
         if (polls > a.patience) {
             lost = true;

@@ -1,4 +1,4 @@
-// Products of the warps that compute: weights from the ring, x from the words, sums through shared memory.
+// Products of the warps that compute: weights from the ring, x from the mailbox, sums through shared memory.
 
 struct Products {
     const Args& a;
@@ -7,11 +7,11 @@ struct Products {
     int warp, lane, tid, turn;  // turn: which of two buffers of sums is written
     bool lost;
     float digit;       // what the last digit of x counts; 1 where x has none
-    const u64* heard;  // the copy of the words that this block reads
+    const u64* inbox;  // the copy of the mailbox that this block polls
 
     DEVICE Products(const Args& a_, unsigned char* base_, Ring r)
         : a(a_), base(base_), ring(r), warp(WARP_ID), lane(LANE), tid(warp * 32 + lane), turn(0), lost(false), digit(1),
-          heard(a_.words + BLOCK_ID % COPIES * A_COPY) {}
+          inbox(a_.mailbox + BLOCK_ID % COPIES * A_COPY) {}
 
     DEVICE u32* x_of(int chunk) { return (u32*)(base + S_X + warp * X_BYTES + chunk * X_PART); }
     DEVICE float* sums(int row) { return (float*)(base + S_PART) + (turn * SUMS + row) * WARPS; }
@@ -21,11 +21,11 @@ struct Products {
         if (BITS != 4) return chunk * CH + warp * SLICE + lane * 4;
         return chunk * ROW + warp * WARP_ROW + lane / 16 * 32 + lane % 8 * 4 + lane / 8 % 2 * (columns / 2);
     }
-    DEVICE const u64* words(int at) { return heard + at; }
-    DEVICE void tell(int at, u32 value, u32 generation) {
-        u64* to = anew(a.words);
+    DEVICE const u64* mailbox(int at) { return inbox + at; }
+    DEVICE void publish(int at, u32 value, u32 epoch) {
+        u64* to = anew(a.mailbox);
 #pragma unroll
-        for (int i = 0; i < COPIES; i++) post(to + at + i * A_COPY, word(value, generation));
+        for (int i = 0; i < COPIES; i++) post(to + at + i * A_COPY, word(value, epoch));
     }
 
     DEVICE float total(float x) {
@@ -66,12 +66,12 @@ struct Products {
 
     // x that is bf16, in pairs, of the heads or the activation: the words of the lane's columns in each of N chunks.
     template <int N>
-    DEVICE void pairs_in(int at, u32 generation) {
+    DEVICE void pairs_in(int at, u32 epoch) {
         u64 v[N][2];
         const u64* from[N];
 #pragma unroll
-        for (int c = 0; c < N; c++) from[c] = words(at + place(c, N * CH) / 2);
-        hear(v, from, generation, N, a, lost);
+        for (int c = 0; c < N; c++) from[c] = mailbox(at + place(c, N * CH) / 2);
+        poll(v, from, epoch, N, a, lost);
         if (BITS == 16) {
 #pragma unroll
             for (int c = 0; c < N; c++) keep(c, (u32)v[c][0], (u32)v[c][1]);
@@ -87,8 +87,8 @@ struct Products {
         meet_warp();
     }
 
-    // x times the norm's weight, in two parts. Returns its squares' sum in this lane. x is heard, or comes from the embedding.
-    DEVICE float norm_in(int at, u32 generation, const bf16* row, const Two (&w)[NK]) {
+    // x times the norm's weight, in two parts. Returns its squares' sum in this lane. x is polled, or comes from the embedding.
+    DEVICE float norm_in(int at, u32 epoch, const bf16* row, const Two (&w)[NK]) {
         float x[NK][4], square = 0;
         if (row) {
 #pragma unroll
@@ -100,8 +100,8 @@ struct Products {
             u64 v[2 * NK][2];
             const u64* from[2 * NK];
 #pragma unroll
-            for (int c = 0; c < NK; c++) from[2 * c] = words(at + place(c, K)), from[2 * c + 1] = from[2 * c] + 2;
-            hear(v, from, generation, 2 * NK, a, lost);
+            for (int c = 0; c < NK; c++) from[2 * c] = mailbox(at + place(c, K)), from[2 * c + 1] = from[2 * c] + 2;
+            poll(v, from, epoch, 2 * NK, a, lost);
 #pragma unroll
             for (int i = 0; i < 4 * NK; i++) x[i / 4][i % 4] = value(v[i / 2][i % 2]);
         }
@@ -326,7 +326,7 @@ struct Products {
         return BITS == 8 && there ? ((const float*)w.scale)[row] : 1.0f;
     }
 
-    DEVICE void qkv(Early<In>& early, float square, const Layer& w, float scale, int begin, int n, u32 generation) {
+    DEVICE void qkv(Early<In>& early, float square, const Layer& w, float scale, int begin, int n, u32 epoch) {
         for (int r = 0;;) {
             if (r == 0)
                 finish<In, In>(early, In::halves(n), square);
@@ -336,7 +336,7 @@ struct Products {
                 int row = begin + r + tid;
                 float y = summed(tid) * scale_of_norm() * (r == 0 ? scale : scale_of(w.qkv, row, true));
                 if (QKV_BIAS) y += wide(w.qkv_bias[row]);
-                tell(AT_QKV + row, bits(y), generation);
+                publish(AT_QKV + row, bits(y), epoch);
             }
             r += SUMS;
             again(more<In>(r, n));
@@ -353,17 +353,17 @@ struct Products {
 
     // Adds to the residual: `mine` is the row of this thread, in float32 for good.
     template <class S>
-    DEVICE void add(Early<S>& early, float scale, int at, int begin, int n, float& mine, u32 generation) {
+    DEVICE void add(Early<S>& early, float scale, int at, int begin, int n, float& mine, u32 epoch) {
         finish<S, S>(early, S::halves(n), 0);
         if (tid < n) {
             mine += (summed(tid) + (S::TWO ? 0 : summed(8 + tid))) * scale;
-            tell(at + begin + tid, bits(mine), generation);
+            publish(at + begin + tid, bits(mine), epoch);
         }
         turn ^= 1;
     }
 
     // scale: of the gate and of up, for a lane's row.
-    DEVICE void gate_up(Early<Up>& early, float square, const Matrix& w, Pair scale, int begin, int n, u32 generation) {
+    DEVICE void gate_up(Early<Up>& early, float square, const Matrix& w, Pair scale, int begin, int n, u32 epoch) {
         for (int r = 0;;) {
             if (r == 0)
                 finish<Up, Up>(early, Up::halves(n), square);
@@ -374,7 +374,7 @@ struct Products {
                 if (r) scale = scales_of_pair(w, begin + r + lane, lane < n - r);
                 float s = scale_of_norm(), g = summed(at) * s * scale.x, u = summed(at + 8) * s * scale.y;
                 float y = g * u * inverse(1.0f + power(-1.4426950408889634f * g)), next = swap(y, 1);
-                if (lane < n - r && lane % 2 == 0) tell(AT_ACT + (begin + r + lane) / 2, rounded(y, next), generation);
+                if (lane < n - r && lane % 2 == 0) publish(AT_ACT + (begin + r + lane) / 2, rounded(y, next), epoch);
             }
             r += SUMS / 2;
             again(more<Up>(r, n));

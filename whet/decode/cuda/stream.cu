@@ -3,7 +3,7 @@
 struct Stream {
     Ring ring;
     bool first;
-    int flying;  // units on their way at most: what the blocks tell each other takes longer while memory is busy
+    int flying;  // units on their way at most: what the blocks publish arrives later while memory is busy
 
     DEVICE Stream(Ring r) : ring(r), first(true), flying(MANY) {}
 

@@ -21,7 +21,8 @@ def refuses(q, k, v, causal=None, window=None, scale=None, return_lse=False, pre
         return f"q, k and v must not be empty, nor q a single row, got {tuple(q.shape)} and {tuple(k.shape)}"
     offset, left, _ = span(causal, window, Lq, Lk)
     if left is not None or offset:
-        return f"cuDNN's backward has no word for causal={causal!r}, window={window!r} of {Lq} queries and {Lk} keys"
+        got = ", ".join(f"{name}={value!r}" for name, value in (("causal", causal), ("window", window)) if value is not None)
+        return f"cuDNN's backward supports only full or top-left causal, got {got}, {Lq} queries, {Lk} keys; use impl='triton'"
     return None
 
 

@@ -60,7 +60,7 @@ def run_torch(q, k, v, causal=None, window=None, scale=None, return_lse=False, p
     )
 
 
-def sdpa(backend: SDPBackend, able: str, *limits: str, misses: str = "", beware: str = "") -> Impl:
+def sdpa(backend: SDPBackend, able: str, *limits: str, known_inaccurate: str = "", caveat: str = "") -> Impl:
     """SDPA held to one backend.
 
     able  the function of torch.backends.cuda that says whether the backend takes a call; what it warns of is the reason
@@ -80,7 +80,7 @@ def sdpa(backend: SDPBackend, able: str, *limits: str, misses: str = "", beware:
         with sdpa_kernel(backend):  # so that a backend switched off elsewhere is asked as it will run
             return torchs_reason(able, q, k, v, causal, window)
 
-    return Impl(run, refuses, limits=(*SDPA_LIMITS, *limits), misses=misses, beware=beware)
+    return Impl(run, refuses, limits=(*SDPA_LIMITS, *limits), known_inaccurate=known_inaccurate, caveat=caveat)
 
 
 def torchs_reason(able: str, q, k, v, causal, window):
@@ -189,17 +189,17 @@ PLANS = (
 STOCK = {
     "eager": Impl(reference, formula_refuses, limits=SCORES_LIMITS),
     "compile": Impl(compiled(reference), formula_refuses, limits=SCORES_LIMITS),
-    "torch": Impl(run_torch, sdpa_refuses, limits=SDPA_LIMITS, misses=TF32, beware=PLANS),
+    "torch": Impl(run_torch, sdpa_refuses, limits=SDPA_LIMITS, known_inaccurate=TF32, caveat=PLANS),
     "sdpa_flash": sdpa(
         SDPBackend.FLASH_ATTENTION, "can_use_flash_attention", ON_GPU, "what torch says FlashAttention cannot do: masks, fp32"
     ),
     "sdpa_efficient": sdpa(
         SDPBackend.EFFICIENT_ATTENTION, "can_use_efficient_attention", ON_GPU,
-        "what torch says its memory-efficient kernel cannot do: grouped heads, unaligned head sizes", misses=TF32,
+        "what torch says its memory-efficient kernel cannot do: grouped heads, unaligned head sizes", known_inaccurate=TF32,
     ),
     "sdpa_cudnn": sdpa(
         SDPBackend.CUDNN_ATTENTION, "can_use_cudnn_attention", ON_GPU, "what torch says cuDNN cannot do: fp32, wide heads",
-        beware=PLANS,
+        caveat=PLANS,
     ),
     "flex": Impl(
         run_flex, flex_refuses,

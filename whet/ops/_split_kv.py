@@ -1,13 +1,13 @@
-"""The kernels of cached_attention: chunks of spans of keys, and what joins them.
+"""The kernels of cached_attention: split-KV attention, and the log-sum-exp combine of the splits.
 
-A sequence is cut into chunks by how many keys a token sees, by that alone; the spans of a chunk are taken one after another.
+A split is a run of spans of SPAN keys, one after another. How a sequence is cut depends on how many keys a token sees alone.
 A token's own key comes first, then those before it as they lie in the cache, new or old: one token or eight, the same sums.
 """
 
 import triton
 import triton.language as tl
 
-from whet.ops._chain import begin, ready
+from whet.ops._pdl import launch_dependents, wait
 from whet.ops.attention.common import dot, dot_add
 
 
@@ -37,10 +37,10 @@ def rotated(x, y, c, s, wx, wy, eps, D: tl.constexpr, HAS_NORM: tl.constexpr):
 
 
 @triton.jit
-def share(keys, SPAN: tl.constexpr, WHOLE: tl.constexpr, CHUNKS: tl.constexpr):
-    """Spans to a chunk for a token that sees so many keys: by that alone, so that its bits depend on nothing else."""
+def spans_per_split(keys, SPAN: tl.constexpr, WHOLE: tl.constexpr, MAX_SPLITS: tl.constexpr):
+    """Spans in each split for a token that sees so many keys: by that alone, so that its bits depend on nothing else."""
     spans = tl.cdiv(keys, SPAN).to(tl.int32)
-    return tl.where(spans <= WHOLE, WHOLE, tl.cdiv(spans, CHUNKS)) if CHUNKS > 1 else spans
+    return tl.where(spans <= WHOLE, WHOLE, tl.cdiv(spans, MAX_SPLITS)) if MAX_SPLITS > 1 else spans
 
 
 @triton.jit
@@ -109,92 +109,92 @@ def scores(q, k, first, at, window, scale):
 
 
 @triton.jit
-def weighed(score, v, most, total, acc):
-    """Total and sum with keys of these scores, none above most. The total is a product too: in one order in any layout."""
-    p = tl.exp2(score - tl.where(most == float("-inf"), 0.0, most)[:, None]).to(v.dtype)
+def weighed(score, v, row_max, row_sum, acc):
+    """row_sum and acc with keys of these scores, none above row_max. row_sum is a product too: one order in any layout."""
+    p = tl.exp2(score - tl.where(row_max == float("-inf"), 0.0, row_max)[:, None]).to(v.dtype)
     if v.dtype == tl.float32:
-        return total + tl.sum(p, axis=1)[:, None], dot_add(acc, p, v)
+        return row_sum + tl.sum(p, axis=1)[:, None], dot_add(acc, p, v)
     else:
-        ones = tl.full((v.shape[0], total.shape[1]), 1.0, tl.float32).to(v.dtype)
-        return dot_add(total, p, ones), dot_add(acc, p, v)
+        ones = tl.full((v.shape[0], row_sum.shape[1]), 1.0, tl.float32).to(v.dtype)
+        return dot_add(row_sum, p, ones), dot_add(acc, p, v)
 
 
 @triton.jit
-def mean(acc, total, out_ptr):
-    """acc / total, correctly rounded where the result is float32: `/` may be two steps off, which a float32 result shows."""
+def mean(acc, row_sum, out_ptr):
+    """acc / row_sum, correctly rounded where the result is float32: `/` may be two steps off, which a float32 result shows."""
     if out_ptr.dtype.element_ty == tl.float32:
-        return tl.div_rn(acc, total + tl.zeros_like(acc))
+        return tl.div_rn(acc, row_sum + tl.zeros_like(acc))
     else:
-        return acc / total
+        return acc / row_sum
 
 
 @triton.jit
-def attended(q, k, v, first, at, most, total, acc, window, scale):
-    """The running maximum, total and sum after more keys."""
+def attended(q, k, v, first, at, row_max, row_sum, acc, window, scale):
+    """row_max, row_sum and acc after more keys."""
     score = scores(q, k, first, at, window, scale)
-    higher = tl.maximum(most, tl.max(score, axis=1))
-    shrink = tl.exp2(most - tl.where(higher == float("-inf"), 0.0, higher))[:, None]
-    total, acc = weighed(score, v, higher, total * shrink, acc * shrink)
-    return higher, total, acc
+    higher = tl.maximum(row_max, tl.max(score, axis=1))
+    shrink = tl.exp2(row_max - tl.where(higher == float("-inf"), 0.0, higher))[:, None]
+    row_sum, acc = weighed(score, v, higher, row_sum * shrink, acc * shrink)
+    return higher, row_sum, acc
 
 
 @triton.jit
-def over_chunk(
-    k, v, q, new_k, new_v, self, chunk, each, spans, low, high, at, rows, place, position,
-    k_ptr, v_ptr, out_ptr, most_ptr, total_ptr, stride_ks, stride_vs, window, scale,
+def over_split(
+    k, v, q, new_k, new_v, self, split, each, spans, low, high, at, rows, place, position,
+    k_ptr, v_ptr, out_ptr, row_max_ptr, row_sum_ptr, stride_ks, stride_vs, window, scale,
     T: tl.constexpr, G: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr, SPLITS: tl.constexpr,
     SPAN: tl.constexpr, ALONE: tl.constexpr, STAGES: tl.constexpr,
 ):
-    """The rows of queries over the chunk, stored: their own keys, spans one after the other, and the k and v that are held."""
-    lo, hi = chunk * each, tl.minimum((chunk + 1) * each, spans)
-    own = at // SPAN // each == chunk
+    """The rows of queries over the split, stored: their own keys, spans one after the other, and the k and v that are held."""
+    lo, hi = split * each, tl.minimum((split + 1) * each, spans)
+    own = at // SPAN // each == split
     MASKED: tl.constexpr = T > 1 or window is not None
-    most, ours = tl.where(own, self, float("-inf")), tl.where(own, 1.0, 0.0)[:, None]
-    total, acc = ours + tl.zeros((q.shape[0], 16), tl.float32), new_v.to(tl.float32) * ours
+    row_max, ours = tl.where(own, self, float("-inf")), tl.where(own, 1.0, 0.0)[:, None]
+    row_sum, acc = ours + tl.zeros((q.shape[0], 16), tl.float32), new_v.to(tl.float32) * ours
     if not ALONE:
         for span in tl.range(lo, hi - 1, num_stages=STAGES):
             a, b = keys_of(k_ptr, v_ptr, span * SPAN, stride_ks, stride_vs, low, high, D, BLOCK_D, SPAN, MASKED)
             if T > 1:
                 a, b = with_new(a, b, span * SPAN, new_k, new_v, position, T, G)
-            most, total, acc = attended(q, a, b, span * SPAN, at, most, total, acc, window, scale)
+            row_max, row_sum, acc = attended(q, a, b, span * SPAN, at, row_max, row_sum, acc, window, scale)
     first = 0 if ALONE else (hi - 1) * SPAN
     if T > 1:
         k, v = with_new(k, v, first, new_k, new_v, position, T, G)
-    most, total, acc = attended(q, k, v, first, at, most, total, acc, window, scale)
-    d, total, stored = tl.arange(0, BLOCK_D)[None, :], tl.max(total, axis=1), rows & (hi > lo)
+    row_max, row_sum, acc = attended(q, k, v, first, at, row_max, row_sum, acc, window, scale)
+    d, row_sum, stored = tl.arange(0, BLOCK_D)[None, :], tl.max(row_sum, axis=1), rows & (hi > lo)
     if SPLITS == 1:
-        tl.store(out_ptr + place[:, None] * D + d, mean(acc, total[:, None], out_ptr), mask=stored[:, None] & (d < D))
+        tl.store(out_ptr + place[:, None] * D + d, mean(acc, row_sum[:, None], out_ptr), mask=stored[:, None] & (d < D))
     else:
-        tl.store(out_ptr + (place * SPLITS + chunk)[:, None] * D + d, acc, mask=stored[:, None] & (d < D))
-        tl.store(most_ptr + place * SPLITS + chunk, most, mask=stored)
-        tl.store(total_ptr + place * SPLITS + chunk, total, mask=stored)
+        tl.store(out_ptr + (place * SPLITS + split)[:, None] * D + d, acc, mask=stored[:, None] & (d < D))
+        tl.store(row_max_ptr + place * SPLITS + split, row_max, mask=stored)
+        tl.store(row_sum_ptr + place * SPLITS + split, row_sum, mask=stored)
 
 
 @triton.jit
-def _attend_kernel(
+def _split_kv_kernel(
     qkv_ptr, k_ptr, v_ptr, positions_ptr, cos_ptr, sin_ptr, q_norm_ptr, k_norm_ptr,  # inputs; the caches are written too
-    out_ptr, most_ptr, total_ptr,  # outputs: the rows, or with SPLITS > 1 each chunk's sums and their weights
+    out_ptr, row_max_ptr, row_sum_ptr,  # outputs: the rows, or with SPLITS > 1 each split's acc, max, sum
     stride_qb, stride_qt, stride_kb, stride_kh, stride_ks, stride_vb, stride_vh, stride_vs,
     S, context, window, scale, eps,
-    T: tl.constexpr, H: tl.constexpr, KV: tl.constexpr, D: tl.constexpr, SPLITS: tl.constexpr, CHUNKS: tl.constexpr,
+    T: tl.constexpr, H: tl.constexpr, KV: tl.constexpr, D: tl.constexpr, SPLITS: tl.constexpr, MAX_SPLITS: tl.constexpr,
     BLOCK_R: tl.constexpr, BLOCK_D: tl.constexpr, SPAN: tl.constexpr, WHOLE: tl.constexpr, ALONE: tl.constexpr,
-    STAGES: tl.constexpr, CHAINED: tl.constexpr,
+    STAGES: tl.constexpr, PDL: tl.constexpr,
 ):
-    """Attention of T new tokens of one sequence, all query heads of one key head, over one chunk of spans.  One program.
+    """Attention of T new tokens of one sequence, all query heads of one key head, over one split of spans.  One program.
 
-    Fuses   QK norm, RoPE and the write of the new keys and values. In a chain the old ones of the last span, or with ALONE
+    Fuses   QK norm, RoPE and the write of the new keys and values. With PDL the old ones of the last span, or with ALONE
             of all, are on their way before qkv is there. Row r of the tile is token r // G of head r % G.
-    Moves   the chunk's keys and values in, qkv in; T keys and values out, and a row a head, or with SPLITS > 1 fp32 sums.
+    Moves   the split's keys and values in, qkv in; T keys and values out, and a row a head, or with SPLITS > 1 fp32 sums.
     Rounds  q and the new keys to the storage dtype once, after norm and rotation; scores and sums in fp32, the weights
-            to the storage dtype as operand of the second product and of their total; the row once.
+            to the storage dtype as operand of the second product and of their row_sum; the row once.
     """
-    begin(CHAINED)
-    chunk, h, b = tl.program_id(0), tl.program_id(1).to(tl.int64), tl.program_id(2).to(tl.int64)
+    launch_dependents(PDL)
+    split, h, b = tl.program_id(0), tl.program_id(1).to(tl.int64), tl.program_id(2).to(tl.int64)
     position = tl.load(positions_ptr + b).to(tl.int32)
     spans = tl.cdiv(tl.minimum(position + T, context), SPAN)
-    few = share(tl.minimum(position + 1, context), SPAN, WHOLE, CHUNKS)
-    more = share(tl.minimum(position + T, context), SPAN, WHOLE, CHUNKS) if T > 1 else few
-    if chunk * tl.minimum(few, more) >= spans:
+    few = spans_per_split(tl.minimum(position + 1, context), SPAN, WHOLE, MAX_SPLITS)
+    more = spans_per_split(tl.minimum(position + T, context), SPAN, WHOLE, MAX_SPLITS) if T > 1 else few
+    if split * tl.minimum(few, more) >= spans:
         return
     dtype: tl.constexpr = k_ptr.dtype.element_ty
     k_ptr += b * stride_kb + h * stride_kh
@@ -204,7 +204,7 @@ def _attend_kernel(
     if window is not None:
         low = tl.maximum(position - window + 1, 0)
     TILE: tl.constexpr = WHOLE * SPAN if ALONE else SPAN
-    first = chunk * 0 if ALONE else (tl.minimum((chunk + 1) * few, spans) - 1) * SPAN
+    first = split * 0 if ALONE else (tl.minimum((split + 1) * few, spans) - 1) * SPAN
     k, v = keys_of(k_ptr, v_ptr, first, stride_ks, stride_vs, low, high, D, BLOCK_D, TILE, True)
     G: tl.constexpr = H // KV
     H2: tl.constexpr = BLOCK_D // 2
@@ -219,7 +219,7 @@ def _attend_kernel(
     if q_norm_ptr is not None:
         qwx, qwy = halves(q_norm_ptr + one, one == 0, D, H2)
         kwx, kwy = halves(k_norm_ptr + one, one == 0, D, H2)
-    ready(CHAINED)
+    wait(PDL)
 
     qkv_ptr += (r // G) * stride_qt
     x, y = halves(qkv_ptr + (h * G + r % G) * D, live, D, H2)
@@ -229,59 +229,59 @@ def _attend_kernel(
     new_x, new_y = rotated(new_x, new_y, c, s, kwx, kwy, eps, D, HAS_NORM)
     q, new_k = whole(x.to(dtype), y.to(dtype)), whole(new_x.to(dtype), new_y.to(dtype))
     self = diagonal(product(q, new_k) * scale)
-    put = (live & (r % G == 0) & (at < S) & (chunk == 0))[:, None]
+    put = (live & (r % G == 0) & (at < S) & (split == 0))[:, None]
     column, there = columns(D, BLOCK_D)
     tl.store(k_ptr + at[:, None].to(tl.int64) * stride_ks + column, new_k, mask=put & there)
     tl.store(v_ptr + at[:, None].to(tl.int64) * stride_vs + d, new_v, mask=put & (d < D))
     place = (b * T + r // G) * H + h * G + r % G
-    level = share(tl.minimum(at + 1, context), SPAN, WHOLE, CHUNKS)
-    over_chunk(
-        k, v, q, new_k, new_v, self, chunk, few, spans, low, high, at, live & (level == few), place, position,
-        k_ptr, v_ptr, out_ptr, most_ptr, total_ptr, stride_ks, stride_vs, window, scale,
+    level = spans_per_split(tl.minimum(at + 1, context), SPAN, WHOLE, MAX_SPLITS)
+    over_split(
+        k, v, q, new_k, new_v, self, split, few, spans, low, high, at, live & (level == few), place, position,
+        k_ptr, v_ptr, out_ptr, row_max_ptr, row_sum_ptr, stride_ks, stride_vs, window, scale,
         T, G, D, BLOCK_D, SPLITS, SPAN, ALONE, STAGES,
     )
     if T > 1 and more != few:
-        first = tl.maximum(tl.minimum((chunk + 1) * more, spans) - 1, 0) * SPAN
+        first = tl.maximum(tl.minimum((split + 1) * more, spans) - 1, 0) * SPAN
         k, v = keys_of(k_ptr, v_ptr, first, stride_ks, stride_vs, low, high, D, BLOCK_D, SPAN, True)
-        over_chunk(
-            k, v, q, new_k, new_v, self, chunk, more, spans, low, high, at, live & (level == more), place, position,
-            k_ptr, v_ptr, out_ptr, most_ptr, total_ptr, stride_ks, stride_vs, window, scale,
+        over_split(
+            k, v, q, new_k, new_v, self, split, more, spans, low, high, at, live & (level == more), place, position,
+            k_ptr, v_ptr, out_ptr, row_max_ptr, row_sum_ptr, stride_ks, stride_vs, window, scale,
             T, G, D, BLOCK_D, SPLITS, SPAN, ALONE, STAGES,
         )
 
 
 @triton.jit
-def _join_kernel(
-    acc_ptr, most_ptr, total_ptr, positions_ptr,  # inputs
+def _combine_kernel(
+    acc_ptr, row_max_ptr, row_sum_ptr, positions_ptr,  # inputs
     out_ptr,  # output
     context,
-    T: tl.constexpr, H: tl.constexpr, D: tl.constexpr, SPLITS: tl.constexpr, CHUNKS: tl.constexpr,
-    BLOCK_D: tl.constexpr, SPAN: tl.constexpr, WHOLE: tl.constexpr, GATHER: tl.constexpr, CHAINED: tl.constexpr,
+    T: tl.constexpr, H: tl.constexpr, D: tl.constexpr, SPLITS: tl.constexpr, MAX_SPLITS: tl.constexpr,
+    BLOCK_D: tl.constexpr, SPAN: tl.constexpr, WHOLE: tl.constexpr, GATHER: tl.constexpr, PDL: tl.constexpr,
 ):
-    """out = sum of the chunks' sums, each weighted by its share, over their total.  One program, one head of one token.
+    """Log-sum-exp combine: out = sum_i 2^(m_i - m) acc_i / sum_i 2^(m_i - m) n_i.  One program, one head of one token.
 
-    Moves   D sums and two weights for each chunk that has keys in; one row out.
-    Rounds  once, at the store; chunks are joined in order, GATHER at a time.
+    Moves   D sums and two weights for each split that has keys in; one row out.
+    Rounds  once, at the store; splits are combined in order, GATHER at a time.
     """
-    begin(CHAINED)
+    launch_dependents(PDL)
     row = tl.program_id(0).to(tl.int64)
     keys = tl.minimum(tl.load(positions_ptr + row // H // T).to(tl.int32) + (row // H % T).to(tl.int32) + 1, context)
-    chunks = tl.cdiv(tl.cdiv(keys, SPAN), share(keys, SPAN, WHOLE, CHUNKS))
+    splits = tl.cdiv(tl.cdiv(keys, SPAN), spans_per_split(keys, SPAN, WHOLE, MAX_SPLITS))
     d = tl.arange(0, BLOCK_D)
-    most = tl.full((1,), float("-inf"), tl.float32)
-    total = tl.zeros((1,), tl.float32)
+    row_max = tl.full((1,), float("-inf"), tl.float32)
+    row_sum = tl.zeros((1,), tl.float32)
     acc = tl.zeros((1, BLOCK_D), tl.float32)
-    ready(CHAINED)
-    for first in range(0, chunks, GATHER):
+    wait(PDL)
+    for first in range(0, splits, GATHER):
         i = first + tl.arange(0, GATHER)
         at = row * SPLITS + i
-        m = tl.load(most_ptr + at, mask=i < chunks, other=float("-inf"))
-        n = tl.load(total_ptr + at, mask=i < chunks, other=0.0)
-        a = tl.load(acc_ptr + at[:, None] * D + d[None, :], mask=(i < chunks)[:, None] & (d < D)[None, :], other=0.0)
-        higher = tl.maximum(most, tl.max(m, axis=0))
+        m = tl.load(row_max_ptr + at, mask=i < splits, other=float("-inf"))
+        n = tl.load(row_sum_ptr + at, mask=i < splits, other=0.0)
+        a = tl.load(acc_ptr + at[:, None] * D + d[None, :], mask=(i < splits)[:, None] & (d < D)[None, :], other=0.0)
+        higher = tl.maximum(row_max, tl.max(m, axis=0))
         safe = tl.where(higher == float("-inf"), 0.0, higher)
-        weight, shrink = tl.exp2(m - safe), tl.exp2(most - safe)
-        total = total * shrink + tl.sum(n * weight, axis=0)
+        weight, shrink = tl.exp2(m - safe), tl.exp2(row_max - safe)
+        row_sum = row_sum * shrink + tl.sum(n * weight, axis=0)
         acc = acc * shrink[:, None] + tl.sum(a * weight[:, None], axis=0)[None, :]
-        most = higher
-    tl.store(out_ptr + row * D + d[None, :], mean(acc, total[:, None], out_ptr), mask=(d < D)[None, :])
+        row_max = higher
+    tl.store(out_ptr + row * D + d[None, :], mean(acc, row_sum[:, None], out_ptr), mask=(d < D)[None, :])
