@@ -33,7 +33,7 @@ def command(
         with progress_bar(not as_json) as progress, quiet_profiler():
             opened = clinic.open_target(target, kind_of(train, decode), shlex.split(args))
             run = seen(opened, seconds, progress)
-            told = {"target": opened.name, "kind": opened.kind, "notes": opened.notes, "sentence": tell.slowest_part(run)}
+            told = {"target": opened.name, "kind": opened.kind, "notes": tell.notes(run), "sentence": tell.slowest_part(run)}
             result = told | tell.overview(run) | details(run)
             if isinstance(opened, decoding.Decoder):
                 progress("the same by the decode ops", 1, 2)

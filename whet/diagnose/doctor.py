@@ -12,9 +12,10 @@ from whet.diagnose.decode import as_decode, built_in
 from whet.diagnose.run import Check, Finding, Run
 from whet.diagnose.script import run_script
 from whet.diagnose.target import CannotRun, Target, raised, resolve, unmoved
-from whet.diagnose.tell import overview, slowest_part
+from whet.diagnose.tell import notes, overview, slowest_part
 
 Progress = Callable[[str, int, int], None]
+WATCHING, PROFILING = "watching a step", "profiling a step"
 
 
 @dataclass
@@ -36,9 +37,13 @@ class Diagnosis:
         first = f"Wrong before slow: {wrong[0].cause}. " if wrong else ""
         return first + slowest(self.run)
 
+    @property
+    def notes(self) -> list[str]:
+        return self.target.notes if WATCHING in self.failed else notes(self.run)
+
     def as_dict(self) -> dict:
         return {
-            "target": self.target.name, "kind": self.target.kind, "sentence": self.sentence, "notes": self.target.notes,
+            "target": self.target.name, "kind": self.target.kind, "sentence": self.sentence, "notes": self.notes,
             "findings": [f.as_dict() for f in self.findings], "failed": self.failed,
             "blind": self.blind,
         } | ({} if self.failed else overview(self.run))
@@ -93,7 +98,7 @@ def looked_over(run: Run, progress: Progress, only: tuple[str, ...]) -> Diagnosi
 
 
 def observations(run: Run) -> list[tuple[str, Callable]]:
-    return [("watching a step", lambda: run.watched), ("profiling a step", lambda: run.profile)]
+    return [(WATCHING, lambda: run.watched), (PROFILING, lambda: run.profile)]
 
 
 def attempt(check: Check, run: Run, failed: dict[str, str]) -> list[Finding]:

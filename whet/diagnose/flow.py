@@ -18,7 +18,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from whet.diagnose.modules import Modules, tensors_in
 from whet.diagnose.target import Target, loss_of
-from whet.diagnose.watch import MODELS, PACKAGES, THEIRS, restored, state_of, users_line
+from whet.diagnose.watch import MODELS, PACKAGES, THEIRS, compiler_off, restored, state_of, users_line
 
 STATES = {"none": "no gradient", "zero": "a gradient of zeros", "nan": "a gradient that is not finite"}
 FORMULALESS = "an op without an autograd formula"
@@ -244,7 +244,7 @@ def trace(target: Target, names: list[str], nudge: bool) -> Trace:
     def note(p, name):
         states[name] = state_of(p.grad)
 
-    with restored(target), torch.enable_grad(), contextlib.ExitStack() as stack:
+    with restored(target), compiler_off(), torch.enable_grad(), contextlib.ExitStack() as stack:
         if nudge:
             redraw(target.model)
         for name in names:

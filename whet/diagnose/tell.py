@@ -66,8 +66,8 @@ class Group:
 
 
 def floor_of(run: Run, e: Event) -> tuple[float, float]:
-    """(least ms, of that the flops') for one op."""
-    if e.view:
+    """(least ms, of that the flops') for one op; one without flops that the compiler may have fused away has no floor."""
+    if e.view or (e.compiled and not e.flops):
         return 0.0, 0.0
     dtype = e.inputs[0].dtype if e.inputs else e.outputs[0].dtype if e.outputs else None
     if dtype is None:
@@ -94,7 +94,7 @@ def groups(run: Run, fold: bool = True) -> list[Group]:
         g.host_ms += row.host_us / 1e3
         g.launches += row.launches
     for e in run.watched.events:
-        g = of("optimizer" if e.phase == "optimizer" else e.module)
+        g = of("optimizer" if e.phase == "optimizer" else timed_in(run, e))
         floor, compute = floor_of(run, e)
         g.floor_ms += floor
         g.compute_ms += compute
@@ -104,6 +104,24 @@ def groups(run: Run, fold: bool = True) -> list[Group]:
     for path, kept in run.watched.kept.items():
         of(path).kept_mib += kept / 2**20
     return sorted(found.values(), key=lambda g: -g.ms)
+
+
+def timed_in(run: Run, e: Event) -> str:
+    """The module in whose time an op lies: that of one inside a compiled part is the part's."""
+    path = e.module
+    while e.compiled and path and path not in run.profile.rows:
+        path = path.rpartition(".")[0]
+    return path
+
+
+def notes(run: Run) -> list[str]:
+    """What could not be done as asked, and how what is compiled was looked at."""
+    compiled = sum(e.compiled and not e.view for e in run.watched.events)
+    said = (
+        f"{compiled} ops of the step are in torch.compile regions: it is timed and profiled compiled, and watched op by op "
+        "with the compiler off; copies, alignment and fusing inside these regions are the compiler's and are not judged"
+    )
+    return [*run.target.notes, *([said] if compiled else [])]
 
 
 def overview(run: Run) -> dict:

@@ -109,7 +109,7 @@ def copies_in(events: list[Event]) -> list[Copy]:
             if at is not None and at.index in by_event:
                 by_event[at.index].readers.append((e, seen))
                 by_event[at.index].written |= any(o.storage == seen.storage for o in e.outputs)
-        if e.op in COPIERS and len(e.outputs) == 1 and e.inputs and e.outputs[0].dtype.is_floating_point:
+        if e.op in COPIERS and not e.compiled and len(e.outputs) == 1 and e.inputs and e.outputs[0].dtype.is_floating_point:
             by_event[e.index] = Copy(e, wrote.get(e.inputs[0].storage))
         for seen in e.outputs:
             wrote[seen.storage] = e

@@ -115,7 +115,7 @@ def groups(run: Run) -> list[Group]:
         elif not e.view:
             for t in e.outputs:
                 names.pop(t.storage, None)
-        p = product(e) if e.phase != "optimizer" else None
+        p = product(e) if e.phase != "optimizer" and not e.compiled else None  # Inductor pads what it compiles
         if p is None or not p.bad or not (p.a.dtype in HALF or tf32(p.a.dtype, run.gpu)):
             continue
         key = (tuple(sorted(p.misaligned)), p.a.dtype)
