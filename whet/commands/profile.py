@@ -6,7 +6,7 @@ from typing import Annotated
 
 import typer
 
-from whet.commands._console import Json, Records, console, emit, progress_bar
+from whet.commands._console import Json, Records, console, emit, progress_bar, refuse_directory
 from whet.commands._diagnose import Args, Decode, Seconds, Train, Where, could_run, details, kind_of, quiet_profiler
 
 
@@ -30,6 +30,7 @@ def command(
     from whet.report import findings, record
 
     with could_run():
+        refuse_directory("--trace", trace)
         with progress_bar(not as_json) as progress, quiet_profiler():
             opened = clinic.open_target(target, kind_of(train, decode), shlex.split(args))
             run = seen(opened, seconds, progress)
