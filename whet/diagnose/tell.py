@@ -9,6 +9,7 @@ from torch import nn
 
 from whet.diagnose.run import Run
 from whet.diagnose.watch import SYNCS, Event
+from whet.figures import percent
 
 IDLE = 0.25  # share of a step that a GPU idles before its launches, not its kernels, are what the step waits for
 BETWEEN = 0.5  # share of a CPU's step outside any op, above which no module is its slowest part
@@ -158,21 +159,21 @@ def slowest_part(run: Run) -> str:
     """What is the slowest part, and why, in one sentence."""
     p, worst = run.profile, groups(run)[0]
     step = f"{p.step.ms:.{0 if p.step.ms >= 100 else 1 if p.step.ms >= 10 else 2}f} ms step"
-    share = 100 * worst.ms / p.step.ms
+    share = worst.ms / p.step.ms
     part = max(PARTS, key=lambda k: getattr(worst, k))
-    told = f"{where(worst.path, worst.count)}, {share:.0f}% of the {step}, most of it in the {PARTS[part]}"
+    told = f"{where(worst.path, worst.count)}, {percent(share)} of the {step}, most of it in the {PARTS[part]}"
     if run.gpu and p.idle_share > IDLE and not getattr(run.target.script, "replays", 0):
         median = sorted(k.us for k in p.kernels)[p.launches // 2] if p.kernels else 0.0
         why = "waits for the GPU" if p.syncs > 2 else "launches them one by one"
         return (
-            f"The slowest part is the host: the GPU is idle for {100 * p.idle_share:.0f}% of the {step} while the host {why} "
+            f"The slowest part is the host: the GPU is idle for {percent(p.idle_share)} of the {step} while the host {why} "
             f"({p.launches} kernels, {median:.1f} us each at the median); of the GPU's own work the most is in {told}."
         )
     if not run.gpu and p.idle_share > BETWEEN:
-        between = f"between ops, in Python or waiting for a core, where {100 * p.idle_share:.0f}% of the {step} passes"
+        between = f"between ops, in Python or waiting for a core, where {percent(p.idle_share)} of the {step} passes"
         return f"The slowest part is what lies {between}; of the ops the most is in {told}."
     bound = worst.bound(p.idle_share, run.gpu)
-    of = "" if worst.of_roofline is None or not run.gpu else f", at {100 * worst.of_roofline:.0f}% of its roofline"
+    of = "" if worst.of_roofline is None or not run.gpu else f", at {percent(worst.of_roofline)} of its roofline"
     return f"The slowest part is {told}: it is bound by {bound}{of}."
 
 

@@ -15,7 +15,8 @@ from torch.utils.flop_counter import flop_registry
 from whet.diagnose.modules import Modules, tensors_in, watched_step
 from whet.diagnose.target import Target
 
-OURS = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
+HERE = os.path.dirname(os.path.abspath(__file__))
+OURS = os.path.dirname(HERE)
 THEIRS = tuple({os.path.dirname(torch.__file__), sysconfig.get_paths()["stdlib"], OURS, "<"})
 MODELS = os.path.join(OURS, "models")
 PACKAGES = sysconfig.get_paths()["purelib"]
@@ -105,7 +106,7 @@ class Watched:
 def users_line() -> str:
     """'file.py:12': the innermost line that is neither torch's, Python's own, nor whet's; packages only if nothing else."""
     frame, package = sys._getframe(1), ""
-    while frame is not None:
+    while frame is not None and not starts_step(frame.f_code.co_filename, frame.f_code.co_name):
         file = frame.f_code.co_filename
         if not file.startswith(THEIRS) or file.startswith(MODELS):
             told = f"{os.path.basename(file)}:{frame.f_lineno}"
@@ -114,6 +115,11 @@ def users_line() -> str:
             package = package or told
         frame = frame.f_back  # type: ignore[assignment]
     return package
+
+
+def starts_step(file: str, function: str) -> bool:
+    """Whether a frame is where whet calls the user's code: what called whet is no line of that code."""
+    return os.path.dirname(file) == HERE and function in ("forward", "step", "loss", "watched_step", "trace")
 
 
 def in_compiled() -> bool:
