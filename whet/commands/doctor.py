@@ -34,7 +34,7 @@ def command(
 ):
     """What is slow, what is wrong, what it costs and what fixes it.
 
-    Exit code 0: no problem found; 1: findings (see --fail-on); 2: could not run or could not see the step; 70: whet itself failed.
+    Exit code 0: no problem found; 1: findings (see --fail-on); 2: could not run, or not see the step; 70: whet itself failed.
 
     Example: whet doctor tiny-llama:tiny
     """
