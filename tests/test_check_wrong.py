@@ -191,3 +191,88 @@ def test_a_script_that_cannot_use_a_gpu_is_left_alone():
     text = f"import time\nimport torch\nmodel = torch.nn.Linear(4, 4)\nt = time.time()\nmodel(torch.randn(2, 4))\n{END}\n"
     path = unsynchronised_timing.script_of(text)
     assert not list(unsynchronised_timing.find(Run(open_target(str(path)))))
+
+
+class Pooler(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.dense, self.activation = nn.Linear(8, 8), nn.Tanh()
+
+    def forward(self, x):
+        return self.activation(self.dense(x))
+
+
+def test_a_branch_that_is_computed_and_not_used_is_named_as_such_and_is_not_wrong():
+    """BERT's pooler: tanh keeps its own output, which autograd detaches; nothing of the user's cuts the graph."""
+    def prepare(model):
+        model.pooler = Pooler()
+
+    def through(m, x):
+        m.pooler(x)
+        return m.b(m.a(x))
+
+    (finding,) = severed(through, prepare)
+    assert finding.cause == "the output of pooler never reaches the loss" and not finding.wrong
+    assert not any("item" in text for text in (finding.cause, finding.fix, *finding.evidence))
+
+
+def poisoned(model):
+    with torch.no_grad():
+        model.a.weight[1, 2] = float("nan")
+
+
+def test_the_parameter_that_is_not_finite_is_named_with_its_module_and_the_users_line():
+    through = lambda m, x: m.b(m.a(x))  # noqa: E731
+    findings = severed(through, poisoned)
+    assert findings[0].cause.startswith(
+        f"the parameter a.weight is not finite in 1 of its 64 values; it is first read at {findings[0].line} in a: 6 parameters"
+    )
+    assert findings[0].wrong and len(findings) == 1
+    assert findings[0].line == f"test_check_wrong.py:{through.__code__.co_firstlineno}" and findings[0].module == "a"
+
+
+def test_the_input_that_is_not_finite_is_named():
+    x = torch.randn(16, 8)
+    x[3] = float("nan")
+    model = Two(lambda m, x: m.b(m.a(x)))
+    target = target_of("two", (model, dict(x=x, labels=torch.randint(3, (16,)))))
+    (finding,) = severed_gradients.find(Run(target, seconds=0.01))
+    assert finding.cause.startswith("the input x is not finite in 8 of its 128 values; it is first read at test_check_wrong")
+
+
+def test_the_first_infinity_is_named_before_the_nan_that_comes_of_it():
+    def through(m, x):
+        h = (m.a(x) * 1e4).exp()
+        return m.b(h - h)
+
+    (finding,) = severed(through)
+    assert finding.cause.startswith("aten::exp at test_check_wrong.py:") and "an infinity of finite numbers" in finding.cause
+
+
+def test_minus_infinity_in_a_mask_is_no_cause():
+    def through(m, x):
+        mask = torch.zeros(8).masked_fill(torch.arange(8) > 3, float("-inf"))
+        return m.b((m.a(x) + mask).softmax(-1) + (m.a(x) * 0).sqrt())
+
+    (finding,) = severed(through)
+    assert finding.cause.startswith("SqrtBackward0")
+
+
+OUTSIDE = """
+import torch
+from torch import nn
+torch.manual_seed(0)
+model = nn.Sequential(nn.Linear(8, 8), nn.ReLU(), nn.Linear(8, 3))
+with torch.no_grad():
+    model[2].weight[0, 0] = float("nan")
+out = model(torch.randn(4, 8))
+nn.functional.cross_entropy(out, torch.zeros(4, dtype=torch.int64)).backward()
+"""
+
+
+def test_a_nan_in_a_scripts_weight_is_not_blamed_on_whets_own_function(tmp_path):
+    (tmp_path / "nan.py").write_text(OUTSIDE)
+    findings = list(severed_gradients.find(Run(open_target(str(tmp_path / "nan.py")), seconds=0.01)))
+    said = "the parameter 2.weight is not finite in 1 of its 24 values; it is first read in 2: "
+    assert findings and all(f.cause.startswith(said) for f in findings)
+    assert not any("main.py" in f.cause or "LossOutside" in f.cause for f in findings)

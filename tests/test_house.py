@@ -11,8 +11,8 @@ import pytest
 ROOT = Path(__file__).parent.parent
 PACKAGE = sorted((ROOT / "whet").rglob("*.py"))
 ORDER = [
-    "machine", "interpret", "torch_ops", "kinds", "values", "parts", "op", "source", "lock_file", "lock", "choices", "ops",
-    "aot", "isolation", "judge", "verify", "whole", "prove", "race", "busy", "roof", "graphs", "measure", "ncu", "child",
+    "machine", "figures", "interpret", "torch_ops", "kinds", "values", "parts", "op", "source", "lock_file", "lock", "choices",
+    "ops", "aot", "isolation", "judge", "verify", "whole", "prove", "race", "busy", "roof", "graphs", "measure", "ncu", "child",
     "worker", "tune", "proofs", "workload", "models", "decode", "diagnose", "report", "plans", "autoselect", "exercise",
     "commands", "__main__",
 ]

@@ -204,8 +204,13 @@ def test_findings_keep_their_order_and_the_wrong_one_is_marked():
 
 
 def test_no_findings_is_said_and_not_looked_is_not():
-    assert "A clean bill" in Page(page(record(diagnosis(findings=[])))).text
-    assert "A clean bill" not in Page(page(record({"target": "x"}))).text
+    clean = Page(page(record(diagnosis(findings=[], checks=13, unseen="the data")))).text
+    assert "No problem found by 13 checks." in clean and "Not looked at by any check: the data." in clean
+    assert "No problem found" not in Page(page(record({"target": "x"}))).text
+
+
+def test_costs_that_overlap_are_said_to():
+    assert "they overlap" in Page(page(record(diagnosis(overlap="they overlap")))).text
 
 
 def test_many_layers_of_one_kind_share_a_row_that_unfolds():

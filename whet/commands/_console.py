@@ -21,6 +21,7 @@ Shapes = Annotated[
 ]
 Records = Annotated[str, typer.Option("--records", metavar="DIR", help="Folder the record is written to.")]
 Html = Annotated[str | None, typer.Option(metavar="FILE", help="Also write one self-contained page (default: none).")]
+DEFAULT_NAMES = {"--trace": "trace.json", "--html": "report.html"}
 DTYPE_HELP = "bfloat16, float16, float32."  # a test holds these to what there is
 Dtype = Annotated[str, typer.Option(help=DTYPE_HELP)]
 
@@ -60,6 +61,16 @@ def plain_errors(kept: str) -> Iterator[None]:
     except KeyboardInterrupt:
         typer.echo(f"whet: stopped; {kept}", err=True)
         raise typer.Exit(130) from None
+
+
+def refuse_directory(option: str, path: str | None) -> None:
+    """A file that cannot be written is refused before the work that it is to hold."""
+    if path is None:
+        return
+    if Path(path).is_dir():
+        raise ValueError(f"{option}: {path} is a directory; name a file in it, {Path(path) / DEFAULT_NAMES[option]}")
+    if not Path(path).absolute().parent.is_dir():
+        raise ValueError(f"{option}: {path} cannot be written (no directory {Path(path).parent})")
 
 
 def write_page(path: str, made: dict) -> None:

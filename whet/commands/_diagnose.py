@@ -1,7 +1,9 @@
 """What doctor and profile share: how a target is opened, and how a run that cannot be done is told."""
 
 import contextlib
+import os
 import sys
+import traceback
 from collections.abc import Iterator
 from typing import Annotated
 
@@ -14,6 +16,8 @@ Decode = Annotated[bool, typer.Option("--decode", help="Look at the step that ma
 Seconds = Annotated[float, typer.Option(min=0.0, help="Measuring time for the step, seconds.")]
 Args = Annotated[str, typer.Option("--args", help="Arguments for a script, in one string (default: none).")]
 
+CRASHED = 70  # EX_SOFTWARE of sysexits.h: an internal error of the program
+
 
 def kind_of(train: bool, decode: bool) -> str | None:
     from whet.diagnose.target import CannotRun
@@ -25,8 +29,8 @@ def kind_of(train: bool, decode: bool) -> str | None:
 
 @contextlib.contextmanager
 def could_run() -> Iterator[None]:
-    """What cannot be run is one line and exit code 2, as findings are 1 and a clean bill is 0."""
-    from whet.diagnose.target import CannotRun
+    """What cannot be run is one line and exit code 2; a failure of whet's own is one line and 70, as findings are 1."""
+    from whet.diagnose.target import CannotRun, raised
 
     try:
         yield
@@ -36,6 +40,16 @@ def could_run() -> Iterator[None]:
     except KeyboardInterrupt:
         typer.echo("whet: stopped; nothing is kept", err=True)
         raise typer.Exit(130) from None
+    except typer.Exit:
+        raise
+    except Exception as e:
+        if os.environ.get("WHET_TRACEBACK"):
+            traceback.print_exc()
+        at = traceback.extract_tb(e.__traceback__)[-1]
+        line = f"{os.path.basename(at.filename)}:{at.lineno}"
+        said = f"whet itself failed at {line}: {raised(e)}"
+        typer.echo(f"whet: {said} (WHET_TRACEBACK=1 shows the traceback)", err=True)
+        raise typer.Exit(CRASHED) from None
 
 
 def quiet_profiler():

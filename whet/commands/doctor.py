@@ -1,13 +1,23 @@
 """whet doctor"""
 
+import enum
 import shlex
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
-from whet.commands._console import Html, Json, Records, console, emit, progress_bar, write_page
+from whet.commands._console import Html, Json, Records, console, emit, progress_bar, refuse_directory, write_page
 from whet.commands._diagnose import Args, Decode, Seconds, Train, Where, could_run, details, kind_of, quiet_profiler
+
+
+class FailOn(str, enum.Enum):
+    wrong = "wrong"
+    slow = "slow"
+    never = "never"
+
+
+FAIL_HELP = "Which findings give exit code 1: wrong (results that are wrong), slow (any finding), never (none)."
 
 
 def command(
@@ -16,12 +26,15 @@ def command(
     decode: Decode = False,
     html: Html = None,
     apply: Annotated[bool, typer.Option("--apply", help="Apply mechanical fixes, then look again (default off).")] = False,
+    fail_on: Annotated[FailOn, typer.Option("--fail-on", help=FAIL_HELP)] = FailOn.slow,
     args: Args = "",
     seconds: Seconds = 1.0,
     records: Records = "records",
     as_json: Json = False,
 ):
-    """What is slow, what is wrong, what it costs and what fixes it. Exit code 0: clean; 1: findings; 2: could not run.
+    """What is slow, what is wrong, what it costs and what fixes it.
+
+    Exit code 0: no problem found; 1: findings (see --fail-on); 2: could not run, or not see the step; 70: whet itself failed.
 
     Example: whet doctor tiny-llama:tiny
     """
@@ -29,6 +42,7 @@ def command(
     from whet.report import findings, record
 
     with could_run():
+        refuse_directory("--html", html)
         with progress_bar(not as_json) as progress, quiet_profiler():
             opened = clinic.open_target(target, kind_of(train, decode), shlex.split(args))
             found = clinic.diagnose(opened, progress, seconds)
@@ -43,7 +57,12 @@ def command(
         emit(made, as_json, records, " ".join(["doctor", Path(target).name, *kind]), lambda: findings.show(console, result))
         if html and not as_json:
             console.print(f"page: {html}")
-    raise typer.Exit(1 if result["findings"] else 2 if found.blind else 0)
+    raise typer.Exit(exit_code(result["findings"], fail_on, found.blind))
+
+
+def exit_code(findings: list[dict], fail_on: FailOn, blind: bool) -> int:
+    failing = {FailOn.wrong: [f for f in findings if f["wrong"]], FailOn.slow: findings, FailOn.never: []}[fail_on]
+    return 1 if failing else 2 if blind else 0
 
 
 def applied(found, progress, seconds: float) -> dict:

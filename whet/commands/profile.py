@@ -6,7 +6,7 @@ from typing import Annotated
 
 import typer
 
-from whet.commands._console import Json, Records, console, emit, progress_bar
+from whet.commands._console import Json, Records, console, emit, progress_bar, refuse_directory
 from whet.commands._diagnose import Args, Decode, Seconds, Train, Where, could_run, details, kind_of, quiet_profiler
 
 
@@ -30,10 +30,11 @@ def command(
     from whet.report import findings, record
 
     with could_run():
+        refuse_directory("--trace", trace)
         with progress_bar(not as_json) as progress, quiet_profiler():
             opened = clinic.open_target(target, kind_of(train, decode), shlex.split(args))
             run = seen(opened, seconds, progress)
-            told = {"target": opened.name, "kind": opened.kind, "notes": opened.notes, "sentence": tell.slowest_part(run)}
+            told = {"target": opened.name, "kind": opened.kind, "notes": tell.notes(run), "sentence": tell.slowest_part(run)}
             result = told | tell.overview(run) | details(run)
             if isinstance(opened, decoding.DecodeTarget):
                 progress("the same by the decode ops", 1, 2)

@@ -12,9 +12,13 @@ from whet.diagnose.decode import as_decode, built_in
 from whet.diagnose.run import Check, Finding, Run
 from whet.diagnose.script import run_script
 from whet.diagnose.target import CannotRun, Target, raised, resolve, unmoved
-from whet.diagnose.tell import overview, slowest_part
+from whet.diagnose.tell import notes, overview, slowest_part
+from whet.figures import percent
 
 Progress = Callable[[str, int, int], None]
+NEVER_SEEN = "the data itself, steps after the first few, whether training converges, and communication between GPUs"
+IDLE_TIME = ("launch_bound", "host_syncs", "input_stalls")  # checks whose cost is time in which others' work waits
+WATCHING, PROFILING = "watching a step", "profiling a step"
 
 
 @dataclass
@@ -23,6 +27,7 @@ class Diagnosis:
     run: Run
     findings: list[Finding]
     failed: dict[str, str] = field(default_factory=dict)  # check or observation -> why it could not be made
+    checks: list[str] = field(default_factory=list)  # those that were made, failed ones among them
 
     @property
     def blind(self) -> bool:
@@ -36,11 +41,23 @@ class Diagnosis:
         first = f"Wrong before slow: {wrong[0].cause}. " if wrong else ""
         return first + slowest(self.run)
 
+    @property
+    def notes(self) -> list[str]:
+        return self.target.notes if WATCHING in self.failed else notes(self.run)
+
+    @property
+    def unseen(self) -> str:
+        """What no check of this run looks at, in one sentence."""
+        without = [c.name for c in discover().values() if c.gpu and not self.run.gpu]
+        gpu = f"; without a GPU, what only a GPU shows ({', '.join(without)})" if without else ""
+        return f"{NEVER_SEEN}{gpu}"
+
     def as_dict(self) -> dict:
         return {
-            "target": self.target.name, "kind": self.target.kind, "sentence": self.sentence, "notes": self.target.notes,
+            "target": self.target.name, "kind": self.target.kind, "sentence": self.sentence, "notes": self.notes,
             "findings": [f.as_dict() for f in self.findings], "failed": self.failed,
-            "blind": self.blind,
+            "blind": self.blind, "checks": len([c for c in self.checks if c not in self.failed]), "unseen": self.unseen,
+            "overlap": "" if PROFILING in self.failed else overlap(self.findings, self.run.step_ms),
         } | ({} if self.failed else overview(self.run))
 
 
@@ -89,11 +106,11 @@ def looked_over(run: Run, progress: Progress, only: tuple[str, ...]) -> Diagnosi
     for i, check in enumerate(checks):
         progress(check.title, len(steps) + i, total)
         found += attempt(check, run, failed)
-    return Diagnosis(target, run, ordered(found), failed)
+    return Diagnosis(target, run, ordered(found), failed, [c.name for c in checks])
 
 
 def observations(run: Run) -> list[tuple[str, Callable]]:
-    return [("watching a step", lambda: run.watched), ("profiling a step", lambda: run.profile)]
+    return [(WATCHING, lambda: run.watched), (PROFILING, lambda: run.profile)]
 
 
 def attempt(check: Check, run: Run, failed: dict[str, str]) -> list[Finding]:
@@ -107,6 +124,20 @@ def attempt(check: Check, run: Run, failed: dict[str, str]) -> list[Finding]:
 def ordered(findings: list[Finding]) -> list[Finding]:
     """Wrong results first, then by what a finding costs."""
     return sorted(findings, key=lambda f: (not f.wrong, -(f.cost_ms or 0.0)))
+
+
+def overlap(findings: list[Finding], step_ms: float) -> str:
+    """That costs are not to be added up, where they surely share time: more than the step, or idle time beside a part of it."""
+    costs = [f.cost_ms for f in findings if f.cost_ms]
+    if len(costs) < 2 or not step_ms:
+        return ""
+    share = sum(costs) / step_ms
+    if share <= 1 and not any(f.check in IDLE_TIME and f.cost_ms for f in findings):
+        return ""
+    return (
+        f"The costs of these {len(costs)} findings come to {percent(share)} of the step together: they overlap, since one "
+        "stretch of time can have several causes. What the fixes give back does not add up"
+    )
 
 
 def slowest(run: Run) -> str:

@@ -14,15 +14,18 @@ from dataclasses import dataclass, field
 
 import torch
 from torch import nn
+from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from whet.diagnose.modules import Modules, tensors_in
 from whet.diagnose.target import Target
-from whet.diagnose.watch import MODELS, PACKAGES, THEIRS, restored, state_of, users_line
+from whet.diagnose.watch import MODELS, PACKAGES, THEIRS, compiler_off, restored, starts_step, state_of, users_line
 from whet.workload import find_loss
 
 STATES = {"none": "no gradient", "zero": "a gradient of zeros", "nan": "a gradient that is not finite"}
 FORMULALESS = "an op without an autograd formula"
+TAKES_OUT = frozenset((torch.Tensor.detach, torch.Tensor.detach_, torch.Tensor.data.__get__))  # type: ignore[attr-defined]
+FILLS = ("full", "fill", "where", "scalar_tensor", "empty", "copy", "index_put", "masked", "lift_fresh", "pad")
 NUDGE = 0.02  # drawn for weights of zeros: such a start (LoRA, adaLN-zero) blocks gradients for the first step alone, by design
 
 
@@ -50,14 +53,38 @@ class Cut:
     modules: dict[str, None] = field(default_factory=dict)
     bits: int = 0
     differentiable: bool = True
+    cause: str = ""  # the whole sentence, where it is not "what, at line, does"
+
+
+class Detaches(TorchFunctionMode):
+    """Whether a detach is one that Python code asks for: autograd detaches by itself what a node keeps of its own output."""
+
+    asked = False
+
+    def __torch_function__(self, func, types, args=(), kwargs=None):
+        before, self.asked = self.asked, self.asked or func in TAKES_OUT
+        try:
+            return func(*args, **(kwargs or {}))
+        finally:
+            self.asked = before
+
+
+@dataclass
+class NotFinite:
+    """The first tensor of a forward that is not finite, and the op that read or made it."""
+
+    what: str  # "the parameter a.weight", "the input x", "the result of aten::sqrt"
+    does: str
+    by: Made
 
 
 class Flow(TorchDispatchMode):
     """Follows parameters through a forward by storage. A set of parameters is an int, one bit each; so is a set of cuts."""
 
-    def __init__(self, modules: Modules, bits: dict[int, int]):
+    def __init__(self, modules: Modules, bits: dict[int, int], names: dict[int, str] | None = None):
         super().__init__()
         self.modules, self.at, self.region = modules, 0, ""
+        self.names, self.detaches = names or {}, Detaches()  # names: storage -> "the parameter a.weight"
         self.alive = dict(bits)  # storage -> parameters whose gradient can still come back through it
         self.past: dict[int, int] = {}  # storage -> cuts that its values have gone through
         self.made: dict[int, Made] = {}
@@ -66,7 +93,7 @@ class Flow(TorchDispatchMode):
         self.used = 0
         self.customs: dict[str, str] = {}  # line -> op that is not torch's
         self.last: dict[int, Made] = {}  # set of parameters -> the last op that read them
-        self.nan: Made | None = None  # the first op that made a NaN of numbers
+        self.bad: NotFinite | None = None
         self.dead: Made | None = None  # the first that made zeros alone of numbers that parameters gave
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
@@ -75,7 +102,7 @@ class Flow(TorchDispatchMode):
             return func(*args, **kwargs)
         given = [t for t in tensors_in((args, kwargs)) if t.layout == torch.strided]
         inputs = [(t.untyped_storage()._cdata, t.requires_grad) for t in given]
-        sound = not any(has_nan(t) for t in given)
+        worst = max(map(badness, given), default=0)
         lively = any(self.alive.get(s) and t.is_floating_point() and bool(t.any()) for t, (s, _) in zip(given, inputs))
         out = func(*args, **kwargs)
         self.at += 1
@@ -87,12 +114,24 @@ class Flow(TorchDispatchMode):
         made = Made(self.at, op, line, self.modules.path, floating, on or inside, self.region)
         if not op.startswith("aten::"):
             self.customs[line] = op
-        if sound and any(has_nan(t) for t in results):
-            self.nan = self.nan or made
+        if self.bad is None:
+            self.bad = self.not_finite(made, worst, given, results)
         if lively and floating and results and not any(t.numel() < 2 or bool(t.any()) for t in results):
             self.dead = self.dead or made
-        self.follow(made, inputs, [t.untyped_storage()._cdata for t in results], inside)
+        if op != "aten::detach" or self.detaches.asked:
+            self.follow(made, inputs, [t.untyped_storage()._cdata for t in results], inside)
         return out
+
+    def not_finite(self, made: Made, worst: int, given: list[torch.Tensor], results: list[torch.Tensor]) -> NotFinite | None:
+        """What is first read as NaN or infinity, or first made so: a parameter, an input, a result. -inf alone is a mask's."""
+        if worst:
+            bad = max(given, key=badness)
+            what = self.names.get(bad.untyped_storage()._cdata)
+            return NotFinite(what, f"is not finite in {count_bad(bad):,} of its {bad.numel():,} values", made) if what else None
+        most = max(map(badness, results), default=0)
+        if not most or any(word in made.op for word in FILLS):
+            return None
+        return NotFinite(made.op, f"makes {'a NaN' if most > 1 else 'an infinity'} of finite numbers", made)
 
     def follow(self, made: Made, inputs: list[tuple[int, bool]], outputs: list[int], inside: bool) -> None:
         bits = past = 0
@@ -149,8 +188,16 @@ def blame(made: Made | None, detached: Made | None) -> tuple[Made, str, str, str
     return made, made.op, "gives a result that asks for no gradient", f"Register an autograd formula for {made.op}, {freeze}"
 
 
-def has_nan(t: torch.Tensor) -> bool:
-    return t.is_floating_point() and t.device.type != "meta" and bool(t.isnan().any())
+def badness(t: torch.Tensor) -> int:
+    """2 where there is a NaN, 1 where there is an infinity above zero, else 0: -inf is how a mask says never."""
+    if not t.is_floating_point() or t.device.type == "meta" or not t.numel():
+        return 0
+    top = t.max()
+    return 2 if top.isnan() else 1 if top == float("inf") else 0
+
+
+def count_bad(t: torch.Tensor) -> int:
+    return int((t.isnan() | (t == float("inf"))).sum())
 
 
 def in_function() -> bool:
@@ -207,7 +254,9 @@ def line_of(node) -> str:
     """The user's line that made a node, from the traceback that anomaly mode keeps."""
     package = ""
     for frame in reversed(node.metadata.get("traceback_", [])):
-        found = re.search(r'File "([^"]+)", line (\d+)', frame)
+        found = re.search(r'File "([^"]+)", line (\d+), in (\w*)', frame)
+        if found and starts_step(found[1], found[3]):
+            break
         if found and (not found[1].startswith(THEIRS) or found[1].startswith(MODELS)):
             told = f"{os.path.basename(found[1])}:{found[2]}"
             if not found[1].startswith(PACKAGES):
@@ -240,19 +289,19 @@ def trace(target: Target, names: list[str], nudge: bool) -> Trace:
         bits[storage] = bits.get(storage, 0) | 1 << i
         by_id[id(named[name])] = 1 << i
     modules = Modules(target.model)
-    flow, nodes, behind = Flow(modules, bits), None, 0
+    flow, nodes, behind = Flow(modules, bits, tensor_names(target)), None, 0
 
     def note(p, name):
         states[name] = state_of(p.grad)
 
-    with restored(target), torch.enable_grad(), contextlib.ExitStack() as stack:
+    with restored(target), compiler_off(), torch.enable_grad(), contextlib.ExitStack() as stack:
         if nudge:
             redraw(target.model)
         for name in names:
             named[name].grad = None
             stack.callback(named[name].register_post_accumulate_grad_hook(lambda p, name=name: note(p, name)).remove)
         with torch.autograd.set_detect_anomaly(True, check_nan=False), modules():
-            with flow:
+            with flow.detaches, flow:
                 loss = find_loss(target.step_with()) if target.step_with else target.loss(target.forward())
                 behind = flow.end(loss)
             if target.step_with is None and loss is not None and loss.requires_grad:
@@ -261,6 +310,14 @@ def trace(target: Target, names: list[str], nudge: bool) -> Trace:
         for p in named.values():
             p.grad = None
     return Trace(names, states, flow, behind, nodes, None if loss is None else float(loss.detach()))
+
+
+def tensor_names(target: Target) -> dict[int, str]:
+    """Storage -> what the user calls it: inputs, buffers, parameters."""
+    given = [*((f"input {i}", a) for i, a in enumerate(target.args)), *((f"input {k}", v) for k, v in target.kwargs.items())]
+    found = {t.untyped_storage()._cdata: f"the {name}" for name, value in given for t in tensors_in(value)}
+    found |= {t.untyped_storage()._cdata: f"the buffer {name}" for name, t in target.model.named_buffers()}
+    return found | {t.untyped_storage()._cdata: f"the parameter {name}" for name, t in target.model.named_parameters()}
 
 
 @torch.no_grad()

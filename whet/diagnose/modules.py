@@ -1,13 +1,12 @@
 """Which module is at work: forward by hooks on modules, backward by hooks on the autograd nodes that its forward made."""
 
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import is_dataclass
 from types import SimpleNamespace
 
 import torch
 from torch import nn
-from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
 
 Enter = Callable[[str, str], object]  # (phase, path) -> anything with close(), or None
 
@@ -35,7 +34,7 @@ class Modules:
     """
 
     def __init__(self, model: nn.Module, entering: Enter = lambda phase, path: None):
-        self.paths = {id(m): name for name, m in model.named_modules()}
+        self.modules = {name: m for name, m in model.named_modules()}
         self.entering = entering
         self.stack: list[tuple[str, str, object]] = []
         self.seen: dict[object, None] = {}  # nodes already owned; kept alive, so that no id is used twice
@@ -70,27 +69,59 @@ class Modules:
             node.register_hook(lambda *_: self.pop())
             waiting += [n for n, _ in node.next_functions if n is not None]
 
-    @contextmanager
-    def __call__(self):
-        def before(module, args, kwargs=None):
-            if id(module) in self.paths:
-                self.own((args, kwargs), self.path)
-                self.push("forward", self.paths[id(module)])
+    def enter(self, path: str, given) -> None:
+        self.own(given, self.path)
+        self.push("forward", path)
+
+    def leave(self, path: str, out) -> None:
+        self.own(out, path)
+        self.pop()
+
+    def hook(self, module: nn.Module, path: str) -> Iterator:
+        """Hooks on one module. torch.compile traces hooks: there they do nothing, so a compiled part stays one piece."""
+        def before(module, args, kwargs):
+            if not torch.compiler.is_compiling():
+                self.enter(path, (args, kwargs))
 
         def after(module, args, out):
-            if id(module) in self.paths:
-                self.own(out, self.paths[id(module)])
-                self.pop()
+            if not torch.compiler.is_compiling():
+                self.leave(path, out)
 
-        hooks = [register_module_forward_pre_hook(before), register_module_forward_hook(after, always_call=True)]
-        try:
-            yield self
-        finally:
-            for hook in hooks:
-                hook.remove()
-            while self.stack:
-                self.pop()
-            self.seen.clear()
+        yield module.register_forward_pre_hook(before, prepend=True, with_kwargs=True).remove
+        yield module.register_forward_hook(after, prepend=True, always_call=True).remove
+
+    def surround(self, module: nn.Module, path: str) -> Callable[[], None]:
+        """A module of module.compile() has its hooks inside what is compiled: its compiled call is marked from outside."""
+        compiled = module._compiled_call_impl
+        assert compiled is not None
+
+        def call(*args, **kwargs):
+            self.enter(path, (args, kwargs))
+            out = None
+            try:
+                out = compiled(*args, **kwargs)
+                return out
+            finally:
+                self.leave(path, out)
+
+        module._compiled_call_impl = call  # type: ignore[assignment]
+        return lambda: setattr(module, "_compiled_call_impl", compiled)
+
+    @contextmanager
+    def __call__(self):
+        with ExitStack() as stack:
+            for path, module in self.modules.items():
+                if getattr(module, "_compiled_call_impl", None) is not None:
+                    stack.callback(self.surround(module, path))
+                else:
+                    for remove in self.hook(module, path):
+                        stack.callback(remove)
+            try:
+                yield self
+            finally:
+                while self.stack:
+                    self.pop()
+                self.seen.clear()
 
     @contextmanager
     def during(self, phase: str, path: str = ""):

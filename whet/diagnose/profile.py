@@ -19,6 +19,7 @@ from whet.diagnose.watch import restored
 from whet.measure import Timing, compare
 
 MARK = "whet|"
+COMPILED = "## Call CompiledFxGraph"  # how the profiler names a graph of Inductor's
 TAKES = 3  # steps profiled on a CPU, the shortest kept: a stall of a busy machine's would be told as the slowest part
 LONG_MS = 200.0  # a step as long as this is profiled once
 PHASES = ("forward", "backward", "optimizer")
@@ -236,11 +237,18 @@ def is_launch(name: str) -> bool:
                             "cudaGraphLaunch", "hipGraphLaunch", "cuMemcpy", "cuMemset"))
 
 
+def op_name(event: str) -> str:
+    """The op that an event of a CPU is, "" for all else. Loops that Inductor made are no ops: their graph stands for them."""
+    if event.startswith(COMPILED):
+        return "torch.compile graph"
+    return event if "::" in event and not event.startswith((MARK, "autograd::engine")) else ""
+
+
 def cpu_kernels(events, spans: Spans) -> list[Kernel]:
     """Each op's own time: what the ops that it calls take is theirs. The engine around a node, hooks included, is no op."""
-    ops = [e for e in events if on_cpu(e) and not e.name().startswith((MARK, "autograd::engine")) and "::" in e.name()]
-    inside = [e for e in ops if spans.whole[0] <= e.start_ns() < spans.whole[1]]
-    nest = Nest([(e.start_ns(), e.start_ns() + e.duration_ns(), e.name()) for e in inside])
+    named = [(e, op_name(e.name())) for e in events if on_cpu(e)]
+    inside = [(e, name) for e, name in named if name and spans.whole[0] <= e.start_ns() < spans.whole[1]]
+    nest = Nest([(e.start_ns(), e.start_ns() + e.duration_ns(), name) for e, name in inside])
     found = []
     for (start, _, name), us in zip(nest.items, nest.own()):
         if us > 0:

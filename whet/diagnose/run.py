@@ -11,6 +11,7 @@ from whet import measure
 from whet.diagnose.profile import Profile, profiled
 from whet.diagnose.target import Target
 from whet.diagnose.watch import Watched, watch
+from whet.figures import percent
 
 
 @dataclass
@@ -85,7 +86,7 @@ class Run:
 
     def share(self, ms: float | None) -> str:
         """' (12% of the step)', or nothing where there is no time."""
-        return f" ({100 * ms / self.step_ms:.0f}% of the step)" if ms is not None and self.step_ms else ""
+        return f" ({percent(ms / self.step_ms)} of the step)" if ms is not None and self.step_ms else ""
 
 
 @dataclass(frozen=True)

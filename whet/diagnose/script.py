@@ -20,7 +20,7 @@ from torch import nn
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from whet.diagnose.modules import tensors_in
-from whet.diagnose.target import CannotRun, Target, at_home, raised
+from whet.diagnose.target import CannotRun, Target, at_home, raised, raised_at
 from whet.measure import now
 from whet.workload import find_loss
 
@@ -266,7 +266,7 @@ def run_script(path: Path, argv: list[str] | None = None) -> Target:
     except torch.OutOfMemoryError as e:
         raise CannotRun(f"{path}: out of memory: {str(e).splitlines()[0]}") from e
     except Exception as e:
-        raise CannotRun(f"{path}: it raised {raised(e)}") from e
+        raise CannotRun(f"{path}: it raised {raised_at(e)}") from e
     finally:
         sys.argv = given
         os.chdir(folder)

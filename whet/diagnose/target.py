@@ -3,7 +3,10 @@
 import contextlib
 import importlib.util
 import inspect
+import os
 import sys
+import sysconfig
+import traceback
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -18,6 +21,7 @@ from whet.machine import this_machine
 from whet.workload import NoLoss, Phase, Workload, find_loss
 
 LONG = 240  # characters of an error that are told
+PLACES = ("stdlib", "purelib", "platlib")  # of Python and of packages
 KINDS = ("train", "forward", "decode")
 MEANS = "a built-in model (tiny-llama:tiny), file.py:function returning model and batch, or a script (file.py)"
 
@@ -31,6 +35,13 @@ def raised(e: BaseException) -> str:
     said = next((line.strip() for line in str(e).splitlines() if line.strip()), "")
     said = f"{said[:LONG]}..." if len(said) > LONG else said
     return f"{type(e).__name__}: {said}" if said else type(e).__name__
+
+
+def raised_at(e: BaseException) -> str:
+    """The same with the file and line of the user's own code that it came from, as far as any is in the traceback."""
+    not_theirs = (os.path.dirname(os.path.dirname(os.path.abspath(__file__))), *map(sysconfig.get_path, PLACES), "<")
+    frames = [f for f in traceback.extract_tb(e.__traceback__) if not f.filename.startswith(not_theirs)]
+    return raised(e) + (f" (at {os.path.basename(frames[-1].filename)}:{frames[-1].lineno})" if frames else "")
 
 
 @dataclass(kw_only=True)
@@ -112,13 +123,13 @@ def of_function(path: Path, function: str, kind: str | None, device: str) -> Tar
     except CannotRun:
         raise
     except (Exception, SystemExit) as e:
-        raise CannotRun(f"{path}: importing it raised {raised(e)}") from e
+        raise CannotRun(f"{path}: importing it raised {raised_at(e)}") from e
     if made is None:
         raise CannotRun(f"{path} has no function {function!r}")
     try:
         given = made(**({"device": device} if "device" in inspect.signature(made).parameters else {}))
     except (Exception, SystemExit) as e:
-        raise CannotRun(f"{path}:{function} raised {raised(e)}") from e
+        raise CannotRun(f"{path}:{function} raised {raised_at(e)}") from e
     return target_of(f"{path.name}:{function}", given, kind)
 
 
@@ -172,7 +183,7 @@ def settled(target: Target, asked: str | None) -> Target:
     except torch.OutOfMemoryError as e:
         raise CannotRun(f"{target.name}: out of memory in the forward: {str(e).splitlines()[0]}") from e
     except (Exception, SystemExit) as e:
-        raise CannotRun(f"{target.name}: the forward raised {raised(e)}") from e
+        raise CannotRun(f"{target.name}: the forward raised {raised_at(e)}") from e
     if loss is None or not loss.requires_grad:
         if asked == "train":
             raise CannotRun(f"{target.name}: the model returned no loss to train on: a scalar, .loss or ['loss']")

@@ -9,6 +9,7 @@ from torch import nn
 
 from whet.diagnose.run import Run
 from whet.diagnose.watch import SYNCS, Event
+from whet.figures import percent
 
 IDLE = 0.25  # share of a step that a GPU idles before its launches, not its kernels, are what the step waits for
 BETWEEN = 0.5  # share of a CPU's step outside any op, above which no module is its slowest part
@@ -66,8 +67,8 @@ class Group:
 
 
 def floor_of(run: Run, e: Event) -> tuple[float, float]:
-    """(least ms, of that the flops') for one op."""
-    if e.view:
+    """(least ms, of that the flops') for one op; one without flops that the compiler may have fused away has no floor."""
+    if e.view or (e.compiled and not e.flops):
         return 0.0, 0.0
     dtype = e.inputs[0].dtype if e.inputs else e.outputs[0].dtype if e.outputs else None
     if dtype is None:
@@ -94,7 +95,7 @@ def groups(run: Run, fold: bool = True) -> list[Group]:
         g.host_ms += row.host_us / 1e3
         g.launches += row.launches
     for e in run.watched.events:
-        g = of("optimizer" if e.phase == "optimizer" else e.module)
+        g = of("optimizer" if e.phase == "optimizer" else timed_in(run, e))
         floor, compute = floor_of(run, e)
         g.floor_ms += floor
         g.compute_ms += compute
@@ -104,6 +105,24 @@ def groups(run: Run, fold: bool = True) -> list[Group]:
     for path, kept in run.watched.kept.items():
         of(path).kept_mib += kept / 2**20
     return sorted(found.values(), key=lambda g: -g.ms)
+
+
+def timed_in(run: Run, e: Event) -> str:
+    """The module in whose time an op lies: that of one inside a compiled part is the part's."""
+    path = e.module
+    while e.compiled and path and path not in run.profile.rows:
+        path = path.rpartition(".")[0]
+    return path
+
+
+def notes(run: Run) -> list[str]:
+    """What could not be done as asked, and how what is compiled was looked at."""
+    compiled = sum(e.compiled and not e.view for e in run.watched.events)
+    said = (
+        f"{compiled} ops of the step are in torch.compile regions: it is timed and profiled compiled, and watched op by op "
+        "with the compiler off; copies, alignment and fusing inside these regions are the compiler's and are not judged"
+    )
+    return [*run.target.notes, *([said] if compiled else [])]
 
 
 def overview(run: Run) -> dict:
@@ -140,21 +159,21 @@ def slowest_part(run: Run) -> str:
     """What is the slowest part, and why, in one sentence."""
     p, worst = run.profile, groups(run)[0]
     step = f"{p.step.ms:.{0 if p.step.ms >= 100 else 1 if p.step.ms >= 10 else 2}f} ms step"
-    share = 100 * worst.ms / p.step.ms
+    share = worst.ms / p.step.ms
     part = max(PARTS, key=lambda k: getattr(worst, k))
-    told = f"{where(worst.path, worst.count)}, {share:.0f}% of the {step}, most of it in the {PARTS[part]}"
+    told = f"{where(worst.path, worst.count)}, {percent(share)} of the {step}, most of it in the {PARTS[part]}"
     if run.gpu and p.idle_share > IDLE and not getattr(run.target.script, "replays", 0):
         median = sorted(k.us for k in p.kernels)[p.launches // 2] if p.kernels else 0.0
         why = "waits for the GPU" if p.syncs > 2 else "launches them one by one"
         return (
-            f"The slowest part is the host: the GPU is idle for {100 * p.idle_share:.0f}% of the {step} while the host {why} "
+            f"The slowest part is the host: the GPU is idle for {percent(p.idle_share)} of the {step} while the host {why} "
             f"({p.launches} kernels, {median:.1f} us each at the median); of the GPU's own work the most is in {told}."
         )
     if not run.gpu and p.idle_share > BETWEEN:
-        between = f"between ops, in Python or waiting for a core, where {100 * p.idle_share:.0f}% of the {step} passes"
+        between = f"between ops, in Python or waiting for a core, where {percent(p.idle_share)} of the {step} passes"
         return f"The slowest part is what lies {between}; of the ops the most is in {told}."
     bound = worst.bound(p.idle_share, run.gpu)
-    of = "" if worst.of_roofline is None or not run.gpu else f", at {100 * worst.of_roofline:.0f}% of its roofline"
+    of = "" if worst.of_roofline is None or not run.gpu else f", at {percent(worst.of_roofline)} of its roofline"
     return f"The slowest part is {told}: it is bound by {bound}{of}."
 
 

@@ -15,10 +15,12 @@ from torch.utils.flop_counter import flop_registry
 from whet.diagnose.modules import Modules, tensors_in, watched_step
 from whet.diagnose.target import Target
 
-OURS = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
+HERE = os.path.dirname(os.path.abspath(__file__))
+OURS = os.path.dirname(HERE)
 THEIRS = tuple({os.path.dirname(torch.__file__), sysconfig.get_paths()["stdlib"], OURS, "<"})
 MODELS = os.path.join(OURS, "models")
 PACKAGES = sysconfig.get_paths()["purelib"]
+EVAL_FRAME = os.path.join(os.path.dirname(torch.__file__), "_dynamo", "eval_frame.py")  # a frame of it is around compiled code
 SYNCS = ("aten::_local_scalar_dense", "aten::nonzero", "aten::is_nonzero", "aten::equal", "aten::masked_select")
 
 
@@ -74,6 +76,7 @@ class Event:
     flops: int
     view: bool  # nothing is computed: the output is other strides over an input's memory
     args: tuple = ()  # what else was given: numbers, dtypes, flags
+    compiled: bool = False  # it lies in a torch.compile region: whether it is an op of its own there is the compiler's choice
 
     @property
     def bytes(self) -> int:
@@ -103,7 +106,7 @@ class Watched:
 def users_line() -> str:
     """'file.py:12': the innermost line that is neither torch's, Python's own, nor whet's; packages only if nothing else."""
     frame, package = sys._getframe(1), ""
-    while frame is not None:
+    while frame is not None and not starts_step(frame.f_code.co_filename, frame.f_code.co_name):
         file = frame.f_code.co_filename
         if not file.startswith(THEIRS) or file.startswith(MODELS):
             told = f"{os.path.basename(file)}:{frame.f_lineno}"
@@ -114,12 +117,36 @@ def users_line() -> str:
     return package
 
 
+def starts_step(file: str, function: str) -> bool:
+    """Whether a frame is where whet calls the user's code: what called whet is no line of that code."""
+    return os.path.dirname(file) == HERE and function in ("forward", "step", "loss", "watched_step", "trace")
+
+
+def in_compiled() -> bool:
+    """Whether what is running was handed to torch.compile, and not taken out again by torch.compiler.disable."""
+    frame = sys._getframe(1)
+    while frame is not None:
+        code, ours = frame.f_code, frame.f_code.co_filename == __file__
+        frame = frame.f_back  # type: ignore[assignment]
+        if ours and frame is not None and frame.f_code.co_name == "_fn":
+            frame = frame.f_back  # type: ignore[assignment]  # torch disables its compiler around every dispatch mode
+        elif code.co_filename == EVAL_FRAME and code.co_name in ("compile_wrapper", "_fn"):
+            return code.co_name == "compile_wrapper"
+    return False
+
+
+def compiler_off() -> contextlib.AbstractContextManager:
+    """torch.compile runs nothing under a dispatch mode, and with fullgraph=True raises: what it was handed runs as written."""
+    return torch.compiler.set_stance("force_eager")
+
+
 class OpWatch(TorchDispatchMode):
     def __init__(self, modules: Modules, names: dict[int, str]):
         super().__init__()
         self.modules, self.names = modules, names
         self.events: list[Event] = []
         self.count = 0
+        self.nodes: dict[int, bool] = {}  # sequence number of an autograd node -> whether compiled code made it
         self.serials: dict[int, int] = {}  # memory is used again once it is free: what is new there gets a number of its own
 
     def seen(self, t: torch.Tensor, fresh: bool = False) -> Seen:
@@ -129,6 +156,15 @@ class OpWatch(TorchDispatchMode):
             self.serials[at] = self.count
         name = self.names.get(t.data_ptr(), "") if t.numel() and t.layout == torch.strided else ""
         return Seen(tuple(t.shape), t.dtype, tuple(t.stride()), t.device.type, self.serials[at], name, int(t.storage_offset()))
+
+    def compiled(self, phase: str) -> bool:
+        """Of a backward's op: whether the forward's op that made its node was."""
+        node = torch._C._current_autograd_node() if phase == "backward" else None
+        if node is not None:
+            return self.nodes.get(node._sequence_nr(), False)
+        inside = in_compiled()
+        self.nodes.setdefault(torch.autograd._get_sequence_nr() - 1, inside)
+        return inside
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         kwargs = kwargs or {}
@@ -143,7 +179,8 @@ class OpWatch(TorchDispatchMode):
         rest = tuple(a for a in (*args, *kwargs.values()) if not isinstance(a, (torch.Tensor, tuple, list, dict)))
         flops = flops_of(func, args, kwargs, out)
         self.events.append(
-            Event(len(self.events), func._schema.name, phase, self.modules.path, line, inputs, outputs, flops, view, rest)
+            Event(len(self.events), func._schema.name, phase, self.modules.path, line, inputs, outputs, flops, view, rest,
+                  self.compiled(phase))
         )
         return out
 
@@ -183,26 +220,24 @@ class Kept:
 @contextlib.contextmanager
 def output_scales(model: torch.nn.Module, into: dict[str, tuple[float, float]]) -> Iterator[None]:
     """Mean and standard deviation of what each module returns first."""
-    paths = {id(m): name for name, m in model.named_modules()}
-
-    def after(module, args, out):
+    def after(path, out):
         first = next((t for t in tensors_in(out) if t.is_floating_point() and t.numel() > 1), None)
-        if id(module) in paths and first is not None:
+        if first is not None:
             with torch.no_grad():
                 flat = first.detach().float()
-                into.setdefault(paths[id(module)], (flat.mean().item(), flat.std().item()))
+                into.setdefault(path, (flat.mean().item(), flat.std().item()))
 
-    hook = torch.nn.modules.module.register_module_forward_hook(after)
-    try:
+    with contextlib.ExitStack() as stack:
+        for path, module in model.named_modules():
+            hook = module.register_forward_hook(lambda module, args, out, path=path: after(path, out))
+            stack.callback(hook.remove)
         yield
-    finally:
-        hook.remove()
 
 
 def watch(target: Target) -> Watched:
     """One step of the target, seen. Training state is as before but for gradients, which are cleared."""
     found = Watched()
-    with restored(target), output_scales(target.model, found.outputs), torch.no_grad():
+    with restored(target), compiler_off(), output_scales(target.model, found.outputs), torch.no_grad():
         if target.step_with is None:
             target.forward()
     modules = Modules(target.model)
@@ -210,7 +245,7 @@ def watch(target: Target) -> Watched:
     known = {p.untyped_storage()._cdata for p in (*target.model.parameters(), *target.model.buffers())}
     known |= {t.untyped_storage()._cdata for t in tensors_in((target.args, target.kwargs))}
     ops, kept = OpWatch(modules, names), Kept(modules, known)
-    with restored(target), ops, torch.autograd.graph.saved_tensors_hooks(kept.pack, lambda t: t):
+    with restored(target), compiler_off(), ops, torch.autograd.graph.saved_tensors_hooks(kept.pack, lambda t: t):
         loss = watched_step(target, modules)
         found.events, found.kept = ops.events, kept.bytes
     found.loss = None if loss is None else loss.item()

@@ -46,8 +46,8 @@ class Chain:
 
 
 def fusible(e: Event) -> bool:
-    """Moves memory and multiplies no matrices; a kernel that is already fused (a custom op's, whet's) stays by itself."""
-    return e.op.startswith("aten::") and not e.flops and not e.view and bool(e.outputs) and e.op not in ALONE
+    """Moves memory and multiplies no matrices; what is fused already (a custom op, whet's, the compiler's) stays by itself."""
+    return e.op.startswith("aten::") and not (e.flops or e.view or e.compiled) and bool(e.outputs) and e.op not in ALONE
 
 
 def short(op: str) -> str:

@@ -1,4 +1,4 @@
-"""Figures and names as the cells of a page's tables."""
+"""Figures and names as the cells of a page's tables; a figure alone is written by whet.figures, here as in a finding."""
 
 import math
 import re
@@ -6,7 +6,7 @@ from collections.abc import Iterable, Sequence
 
 from markupsafe import Markup, escape
 
-from whet.report.tables import percent
+from whet.figures import SMALLEST, percent
 
 LONG = 20  # letters of a word that fits any line, even on a phone
 
@@ -17,7 +17,7 @@ def number(value) -> float | None:
 
 def aligned(values: Sequence[float | None]) -> list[str]:
     """One column of figures with one number of decimals: three digits for the smallest, unless the largest gets over five."""
-    sizes = [abs(v) for v in values if v]
+    sizes = [abs(v) for v in values if v is not None and abs(v) >= SMALLEST]
     if not sizes:
         return ["-" if v is None else "0" for v in values]
     most, least = (math.floor(math.log10(size)) for size in (max(sizes), min(sizes)))

@@ -4,9 +4,9 @@ from pathlib import Path
 
 from whet.diagnose.checks import discover
 from whet.diagnose.whatif import LAUNCH_MS
+from whet.figures import ms
 from whet.op import ours
 from whet.report.markdown import Records, absent, by_machine, grid, merged, order, read, shape, source, times
-from whet.report.tables import ms
 
 
 def checks(root: Path) -> str:

@@ -6,8 +6,9 @@ from pathlib import Path
 from rich.console import Console
 from rich.table import Table
 
+from whet.figures import ms, percent
 from whet.report.markdown import Records, absent, by_machine, grid, read, source
-from whet.report.tables import ms, percent, spread
+from whet.report.tables import spread
 
 TITLES = {
     "transformers": "Transformers, eager", "transformers-static": "Transformers, static cache, compiled",

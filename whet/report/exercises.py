@@ -2,7 +2,7 @@
 
 from rich.table import Table
 
-from whet.report.tables import ms
+from whet.figures import ms
 
 
 def exercises_table(rows: list[dict]) -> Table:

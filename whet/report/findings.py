@@ -3,7 +3,7 @@
 from rich.console import Console
 from rich.table import Table
 
-from whet.report.tables import ms, percent
+from whet.figures import ms, percent
 
 
 def show(console: Console, made: dict) -> None:
@@ -18,9 +18,12 @@ def show(console: Console, made: dict) -> None:
         for line in f["evidence"]:
             console.print(f"     {line}")
         console.print(f"   fix: {f['fix']}{gain(f)}{'; --apply does it' if f['applies'] else ''}")
+    if made.get("overlap"):
+        console.print(f"{made['overlap']}.")
     if not made["findings"]:
-        clean = "A clean bill: no check found anything."
-        console.print("Not a clean bill: the step could not be seen whole." if made.get("blind") else clean)
+        console.print(none_found(made))
+    if made.get("unseen"):
+        console.print(f"Not looked at by any check: {made['unseen']}.")
     for name, why in made.get("failed", {}).items():
         console.print(f"not looked at: {name} ({why})")
     if applied := made.get("applied"):
@@ -28,6 +31,13 @@ def show(console: Console, made: dict) -> None:
     console.print()
     if made.get("modules"):
         console.print(modules_table(made, most=8))
+
+
+def none_found(made: dict) -> str:
+    """That nothing was found, and by how many checks: it is no proof that nothing is there."""
+    count = f"{made['checks']} checks" if made.get("checks") else "the checks"
+    blind = ", but the step could not be seen whole" if made.get("blind") else ""
+    return f"No problem found by {count}{blind}."
 
 
 def cost(f: dict, step: float | None) -> str:

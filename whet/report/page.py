@@ -14,6 +14,7 @@ import jinja2
 from whet.race import FASTEST, NOISY
 from whet.report import tables
 from whet.report.cells import aligned, breakable, number, share, shown, table, text
+from whet.report.findings import none_found
 from whet.report.roofline import Point, plot
 
 MANY = 12  # modules above which those of one kind share a row
@@ -56,6 +57,7 @@ def view(made: dict) -> dict:
     points = module_points(kinds) or entry_points(entries)
     found = {
         **head(made, m), "findings": [finding(f, step) for f in m.get("findings") or []], "checked": "findings" in m,
+        "none_found": none_found(m), "overlap": m.get("overlap") or "", "unseen": m.get("unseen") or "",
         "applied": applied(m),
         "breakdown": breakdown(m, rows, kinds, step), "modules": module_table(rows, step), "roofline": roofline(points, m),
         "parts": parts(m), "kernels": kernels(m, step), "choices": choices(entries), "candidates": candidates(entries),

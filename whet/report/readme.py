@@ -15,6 +15,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from whet.choices import implied
+from whet.figures import ms, percent
 from whet.op import SIMPLICITY, Call, Impl, Op, base, discover, ours, untiled
 from whet.report import clinic_tables, decode, proof_tables
 from whet.report.markdown import (
@@ -32,7 +33,7 @@ from whet.report.markdown import (
     times,
     versions,
 )
-from whet.report.tables import best, left_out, ms, percent, proved, roofline
+from whet.report.tables import best, left_out, proved, roofline
 
 ROOT = Path(__file__).resolve().parents[2]
 REGION = re.compile(r"^<!-- table:([\w-]+) -->\n(.*?)^<!-- /table -->$", re.M | re.S)

@@ -7,6 +7,7 @@ from rich.console import Console
 from rich.table import Table
 
 from whet import ncu
+from whet.figures import ms, percent
 from whet.op import Call, Op, base
 from whet.proofs import OUTCOMES
 from whet.race import FASTEST, TIED, Timing
@@ -15,17 +16,9 @@ OVER = "over 100%"  # of a roof that is beaten
 SLACK = 0.05  # a share of the time: the roof of memory is a copy's, and other mixes of reads and writes differ by a little
 
 
-def ms(value: float | None) -> str:
-    return "-" if value is None else f"{value:.4f}" if value < 1 else f"{value:.3f}" if value < 100 else f"{value:.1f}"
-
-
 def spread(item: dict) -> float | None:
     """The spread of anything that holds a timing's fields, by the clock's own rule."""
     return Timing(item["ms"], item["low"], item["high"], item["samples"]).spread if item.get("ms") else None
-
-
-def percent(share: float) -> str:
-    return "under 1%" if 0 < share < 0.01 else f"{100 * share:.0f}%"
 
 
 def of_roof(share: float, spread: float = 0.0) -> str:

@@ -13,6 +13,7 @@ from whet.diagnose.run import Check, Finding, Run
 from whet.diagnose.target import Target, target_of
 from whet.diagnose.tell import pattern
 from whet.diagnose.watch import Event, Seen
+from whet.figures import figure
 from whet.measure import compare
 
 LEAST_SCORES = 128 * 128  # per head: below it the scores of a head fit where one block of a fused kernel keeps them
@@ -162,7 +163,8 @@ def find(run: Run):
         if run.gpu:
             now, fused = measured(a, masked, run.target.kind == "train")
             cost = len(found) * (now - fused)
-            figures = [f"measured at its size: {now:.3g} ms by its formula, {fused:.3g} ms by scaled_dot_product_attention"]
+            said = f"measured at its size: {figure(now)} ms by its formula, {figure(fused)} ms by"
+            figures = [f"{said} scaled_dot_product_attention"]
             if cost < LEAST * run.step_ms:
                 continue
         elif large:
@@ -183,8 +185,9 @@ def finding(run: Run, found: list[Attention], cost: float, figures: list[str], m
     often = f", {len(found)} times" if len(found) > 1 else ""
     evidence = [
         f"{where}: {a.before.op}, {a.softmax.op}, {a.after.op} at {', '.join(lines)}{often}",
-        f"scores {shape} {str(a.scores.dtype).removeprefix('torch.')}: {mib:.3g} MiB, read or written {passes} times a step",
-        *([f"{kept:.3g} MiB of that size kept for the backward"] if kept else []), *figures,
+        f"scores {shape} {str(a.scores.dtype).removeprefix('torch.')}: {figure(mib)} MiB, "
+        f"read or written {passes} times a step",
+        *([f"{figure(kept)} MiB of that size kept for the backward"] if kept else []), *figures,
     ]
     return Finding(
         "attention_materialised",

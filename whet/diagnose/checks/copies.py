@@ -16,6 +16,7 @@ from whet.diagnose.run import Check, Finding, Run
 from whet.diagnose.target import Target, target_of
 from whet.diagnose.tell import IDLE, pattern
 from whet.diagnose.watch import Event, Seen
+from whet.figures import figure, percent
 from whet.machine import this_machine
 
 OF_STEP = 0.01  # of the step's time, under which nothing is reported on a GPU; a CPU's times say nothing about one
@@ -109,7 +110,7 @@ def copies_in(events: list[Event]) -> list[Copy]:
             if at is not None and at.index in by_event:
                 by_event[at.index].readers.append((e, seen))
                 by_event[at.index].written |= any(o.storage == seen.storage for o in e.outputs)
-        if e.op in COPIERS and len(e.outputs) == 1 and e.inputs and e.outputs[0].dtype.is_floating_point:
+        if e.op in COPIERS and not e.compiled and len(e.outputs) == 1 and e.inputs and e.outputs[0].dtype.is_floating_point:
             by_event[e.index] = Copy(e, wrote.get(e.inputs[0].storage))
         for seen in e.outputs:
             wrote[seen.storage] = e
@@ -211,14 +212,14 @@ def told(run: Run, kind: str, module: str, group: list[Copy], ms: float, measure
     lines = ", ".join(dict.fromkeys(c.event.line for c in group if c.event.line))
     readers = dict.fromkeys(f"{e.op}" + (f" at {e.line}" if e.line else "") for e, _ in first.readers)
     size = sum(c.bytes for c in group) / 1e6
-    took = f"{ms:.3g} ms{run.share(ms)}" if run.gpu else f"at least {ms:.2g} ms at this machine's copy rate"
+    took = f"{figure(ms)} ms{run.share(ms)}" if run.gpu else f"at least {figure(ms, 2)} ms at this machine's copy rate"
     evidence = [
         f"{len(group)} a step in {module or 'the model itself'}, {lines}: {first.source} -> {first.result}",
-        f"{size:.1f} MB read and written, {100 * share:.0f}% of what the forward moves; {took}",
+        f"{size:.1f} MB read and written, {percent(share)} of what the forward moves; {took}",
         *([f"read by {', '.join(list(readers)[:3])}"] if readers else []),
     ]
     if run.gpu and (whole := all_copies_ms(run, module)) > 1.5 * ms:
-        evidence.append(f"all copies there, in the backward and inside other ops too: {whole:.3g} ms{run.share(whole)}")
+        evidence.append(f"all copies there, in the backward and inside other ops too: {figure(whole)} ms{run.share(whole)}")
     if back := sums_back(run, group):
         evidence.append(f"the backward sums the repeated gradients: {back / 1e6:.1f} MB more, not counted in the cost")
     count = "1 copy" if len(group) == 1 else f"{len(group)} copies"

@@ -13,6 +13,7 @@ from whet.diagnose.run import Check, Finding, Run
 from whet.diagnose.target import Target, target_of
 from whet.diagnose.tell import pattern
 from whet.diagnose.watch import Event, Seen
+from whet.figures import figure
 from whet.machine import this_machine
 from whet.measure import Timing, compare
 
@@ -155,7 +156,7 @@ def told_gpu(run: Run, group):
     cost = (custom - plain_ms) * len(group)
     if custom <= SLOWER * plain_ms or cost < OF_STEP * run.step_ms:
         return
-    evidence.append(f"{custom:.3g} ms a call, the stock product at these shapes {plain_ms:.3g} ms")
+    evidence.append(f"{figure(custom)} ms a call, the stock product at these shapes {figure(plain_ms)} ms")
     yield Finding(
         "custom_matmul", f"{cause}, {custom / plain_ms:.1f} times slower than the stock product", evidence, fix_for(e, weights),
         cost_ms=cost, gain_ms=cost, measured=True, module=e.module, line=e.line,

@@ -14,6 +14,7 @@ from torch import nn
 from whet.diagnose.run import Check, Finding, Run
 from whet.diagnose.target import Target, target_of
 from whet.diagnose.watch import restored
+from whet.figures import figure
 from whet.measure import compare
 from whet.race import tie
 
@@ -142,7 +143,7 @@ def costly(run: Run, flag: Flag):
         return
     everywhere = flag.read() != flag.best
     yield Finding(
-        "flags", flag.cause, [f"the step takes {now.ms:.3g} ms so, and {then.ms:.3g} ms otherwise, measured in turns",
+        "flags", flag.cause, [f"the step takes {figure(now.ms)} ms so, and {figure(then.ms)} ms otherwise, measured in turns",
                               "it is so in the whole process" if everywhere else "it is so within the step alone"],
         fix=flag.fix, cost_ms=gain, gain_ms=gain, measured=True,
         apply=(lambda target: flag.write(flag.best)) if everywhere else None,

@@ -6,6 +6,7 @@ from torch import nn
 from whet.diagnose.run import Check, Finding, Run
 from whet.diagnose.target import Target, target_of
 from whet.diagnose.watch import Event, restored
+from whet.figures import figure, percent
 from whet.measure import compare
 from whet.race import tie
 
@@ -63,9 +64,9 @@ def find(run: Run):
         return
     largest = max((e for e in run.watched.events if e.op in PRODUCTS), key=lambda e: e.flops)
     yield Finding(
-        "fp32_matmul", f"float32 products, {100 * flops / every:.0f}% of the step's flops, run without tensor cores: "
+        "fp32_matmul", f"float32 products, {percent(flops / every)} of the step's flops, run without tensor cores: "
         'torch.get_float32_matmul_precision() is "highest" and there is no autocast',
-        [f"the step takes {now.ms:.3g} ms, and {then.ms:.3g} ms with TF32 products, measured in turns",
+        [f"the step takes {figure(now.ms)} ms, and {figure(then.ms)} ms with TF32 products, measured in turns",
          f"the largest: {largest.op} in {largest.module or 'the model'}, {' x '.join(str(t) for t in largest.inputs)}"],
         fix='Call torch.set_float32_matmul_precision("high") before the first step (TF32: what is multiplied keeps 10 bits of '
         "mantissa), or run the forward under torch.autocast in bfloat16; either changes the precision, so it is left to you",

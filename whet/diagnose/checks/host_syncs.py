@@ -11,6 +11,7 @@ from whet.diagnose.run import Check, Finding, Run
 from whet.diagnose.target import Target, target_of
 from whet.diagnose.tell import pattern
 from whet.diagnose.watch import Event, Watched
+from whet.figures import figure
 
 LEAST = 0.01  # share of the step that the waits must cost on a GPU to be told
 MASKS = (torch.bool, torch.uint8)
@@ -163,7 +164,7 @@ def find(run: Run):
         ops = collections.Counter(f"{e.op} {e.phase}" for _, e in w.events)
         seen = [f"{w.line or 'backward'}: {op}, {n} a step, of {on(w, op)}" for op, n in ops.items()]
         idle = "on a CPU nothing waits, so its cost is not known here" if mine is None else (
-            f"the GPU idles {cost:.3g} ms{run.share(cost)} after {run.profile.syncs} waits"
+            f"the GPU idles {figure(cost)} ms{run.share(cost)} after {run.profile.syncs} waits"
         )
         yield Finding(
             "host_syncs", f"the host waits for the GPU {times(len(w.events))} a step at {w.told}: {', '.join(w.whys)}"

@@ -7,6 +7,7 @@ from torch import nn
 
 from whet.diagnose.run import Check, Finding, Run
 from whet.diagnose.target import Target, target_of
+from whet.figures import figure
 
 MEAN = 1  # as torch numbers the reductions of a loss
 MARGIN = 2.0  # nats above ln V that a well-made model does not reach before its first step
@@ -48,13 +49,13 @@ def find(run: Run):
     (gain, name), *_ = gains(run) or [(0.0, "")]
     p = dict(run.target.model.named_parameters()).get(name)
     std = 0.0 if p is None else p.detach().float().std().item()
-    blame = f"{name} has a standard deviation of {std:.2g}, and widens what it multiplies {gain:.0f} times" if gain > 3 else (
-        "no single weight is to blame by its scale"
-    )
-    scales = [f"{path or 'the model'} returns values {std:.3g} wide" for path, (_, std) in widest(run)]
+    blame = "no single weight is to blame by its scale"
+    if gain > 3:
+        blame = f"{name} has a standard deviation of {figure(std, 2)}, and widens what it multiplies {gain:,.0f} times"
+    scales = [f"{path or 'the model'} returns values {figure(std)} wide" for path, (_, std) in widest(run)]
     yield Finding(
-        "initial_loss", f"the loss starts at {loss:.0f}, not at ln({count}) = {expected:.1f}: {blame}",
-        [f"first loss {loss:.4g}, expected {expected:.2f}", *scales], wrong=True, module=name.rpartition(".")[0],
+        "initial_loss", f"the loss starts at {loss:,.0f}, not at ln({count}) = {expected:.1f}: {blame}",
+        [f"first loss {figure(loss, 4)}, expected {expected:.2f}", *scales], wrong=True, module=name.rpartition(".")[0],
         fix=f"Draw {name or 'the weights'} from N(0, 0.02), or with a standard deviation of 1/sqrt(fan in), before training",
     )
 

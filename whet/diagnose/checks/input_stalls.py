@@ -12,6 +12,7 @@ from whet.diagnose.modules import tensors_in
 from whet.diagnose.run import Check, Finding, Run
 from whet.diagnose.target import Target, target_of
 from whet.diagnose.watch import restored
+from whet.figures import figure
 from whet.measure import Stopwatch, now
 
 LEAST = 0.05  # of the step: a wait below it comes and goes with the machine's other work
@@ -79,8 +80,9 @@ def find(run: Run):
         return
     settings = [f"num_workers={loader.num_workers}, pin_memory={loader.pin_memory}"] if isinstance(loader, DataLoader) else []
     yield Finding(
-        "input_stalls", f"each step waits {cost:.3g} ms for its batch, and takes {step:.3g} ms itself",
-        [f"over {count} batches: {wait:.3g} ms until one is there, {with_loader:.3g} ms an iteration, {step:.3g} without it",
+        "input_stalls", f"each step waits {figure(cost)} ms for its batch, and takes {figure(step)} ms itself",
+        [f"over {count} batches: {figure(wait)} ms until one is there, {figure(with_loader)} ms an iteration, "
+         f"{figure(step)} without it",
          *settings],
         fix=advice(loader, wait, step, run.gpu), cost_ms=cost, gain_ms=cost, measured=True,
     )

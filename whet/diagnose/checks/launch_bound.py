@@ -11,6 +11,7 @@ from whet.diagnose.profile import Profile
 from whet.diagnose.run import Check, Finding, Run
 from whet.diagnose.target import Target, target_of
 from whet.diagnose.tell import IDLE
+from whet.figures import figure, percent
 
 SHORT_US = 10.0  # about what PyTorch needs on the host for one op: shorter kernels end before the next is launched
 MANY = 50  # launches a step; with fewer a graph gives back tenths of a millisecond at most
@@ -56,8 +57,8 @@ def decoding(run: Run) -> list[str]:
     now = f"{tokens / run.step_ms * 1e3:.0f} tokens/s now, {tokens} a step"
     if not floor:
         return [now]
-    return [now, f"{size / 2**20:.0f} MiB of parameters read a step: {floor:.3g} ms at {run.ceilings.copy_gbs:.0f} GB/s, "
-                 f"or {tokens / floor * 1e3:.0f} tokens/s at best"]
+    return [now, f"{figure(size / 2**20)} MiB of parameters read a step: {figure(floor)} ms at "
+                 f"{run.ceilings.copy_gbs:,.0f} GB/s, or {tokens / floor * 1e3:.0f} tokens/s at best"]
 
 
 def find(run: Run):
@@ -66,11 +67,11 @@ def find(run: Run):
         return
     yield Finding(
         "launch_bound",
-        f"the GPU idles for {100 * seen.idle_ms / seen.step_ms:.0f}% of the step: the host launches {seen.launches} kernels, "
+        f"the GPU idles for {percent(seen.idle_ms / seen.step_ms)} of the step: the host launches {seen.launches} kernels, "
         f"{seen.host_us:.1f} us each, and half of them take under {seen.median_us:.1f} us",
         [
             f"{seen.launches} launches a step, {seen.host_us:.1f} us of host time each",
-            f"GPU busy {seen.busy_ms:.3g} ms of a {seen.step_ms:.3g} ms step, median kernel {seen.median_us:.1f} us",
+            f"GPU busy {figure(seen.busy_ms)} ms of a {figure(seen.step_ms)} ms step, median kernel {seen.median_us:.1f} us",
             *(decoding(run) if run.target.kind == "decode" else []),
         ],
         'Capture the step as a CUDA graph, let torch.compile(mode="reduce-overhead") do so, or take a larger batch',

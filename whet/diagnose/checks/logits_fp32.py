@@ -12,6 +12,7 @@ from whet.diagnose.checks.misaligned_gemm import HALF, Product, product
 from whet.diagnose.run import Check, Finding, Run
 from whet.diagnose.target import Target, target_of
 from whet.diagnose.watch import Event, Seen
+from whet.figures import figure, percent
 
 LOSSES = ("aten::_log_softmax", "aten::logsumexp", "whet::cross_entropy")
 VOCABULARY = 1000  # classes: fewer make no logits worth a thought
@@ -116,16 +117,16 @@ def find(run: Run):
 
 def finding(run: Run, found: Logits, cost: float, made: int, kept: int) -> Finding:
     rows, vocab = found.out.numel // found.out.shape[-1], found.out.shape[-1]
-    at, kept_share = found.widened or found.head, 100 * kept / max(1, sum(run.watched.kept.values()))
+    at, kept_share = found.widened or found.head, kept / max(1, sum(run.watched.kept.values()))
     was = str(at.inputs[0].dtype).removeprefix("torch.")
     how = f"{at.op} makes float32 of {was}" if found.widened else f"{at.op} in float32"
     mib = found.bytes / 2**20
     return Finding(
         "logits_fp32",
-        f"the logits of {found.name}, {rows} x {vocab}, are held in float32: {mib:.3g} MiB, {made} times over",
+        f"the logits of {found.name}, {rows} x {vocab}, are held in float32: {figure(mib)} MiB, {made} times over",
         [
             f"{at.line or 'the forward'} in {at.module or 'the model itself'}: {how}",
-            f"{kept / 2**20:.3g} MiB of them kept for the backward, {kept_share:.0f}% of all that is kept",
+            f"{figure(kept / 2**20)} MiB of them kept for the backward, {percent(kept_share)} of all that is kept",
             f"a loss in chunks of rows spares all {made}; cost: their bytes over this machine's copy rate",
         ],
         f"Take the loss with whet.ops.linear_cross_entropy(hidden, {found.name}, labels), or in chunks under checkpoint",

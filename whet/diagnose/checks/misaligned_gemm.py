@@ -15,6 +15,7 @@ from whet.diagnose.run import Check, Finding, Run
 from whet.diagnose.target import Target, target_of
 from whet.diagnose.tell import pattern
 from whet.diagnose.watch import Event, Seen
+from whet.figures import figure, percent
 from whet.measure import compare
 
 ROW_BYTES = 16  # one load of a tensor core's operands, and what cuBLAS asks of a row for its fast kernels
@@ -115,7 +116,7 @@ def groups(run: Run) -> list[Group]:
         elif not e.view:
             for t in e.outputs:
                 names.pop(t.storage, None)
-        p = product(e) if e.phase != "optimizer" else None
+        p = product(e) if e.phase != "optimizer" and not e.compiled else None  # Inductor pads what it compiles
         if p is None or not p.bad or not (p.a.dtype in HALF or tf32(p.a.dtype, run.gpu)):
             continue
         key = (tuple(sorted(p.misaligned)), p.a.dtype)
@@ -162,7 +163,7 @@ def find(run: Run):
         if run.gpu:
             now, padded = timed(g.products, g.padded, "graph")
             gain = now - padded
-            figures = f"{len(g.products)} products take {now:.3g} ms, padded {padded:.3g} ms: measured one by one"
+            figures = f"{len(g.products)} products take {figure(now)} ms, padded {figure(padded)} ms: measured one by one"
         if (gain is None and g.flops < LEAST_FLOPS * total) or (gain is not None and gain < LEAST * run.step_ms):
             continue
         yield finding(run, g, sizes, gain, figures, g.flops / total)
@@ -178,7 +179,7 @@ def finding(run: Run, g: Group, sizes: str, gain: float | None, figures: str, sh
         f"{g.told} rows of {odd} {kind}, which is no multiple of {ROW_BYTES} bytes"
         + ("" if run.gpu else ": on a GPU its products load slowly"),
         [
-            f"{first.event.op} {m} x {k} x {n}, {len(g.products)} such products a step, {100 * share:.0f}% of its flops",
+            f"{first.event.op} {m} x {k} x {n}, {len(g.products)} such products a step, {percent(share)} of its flops",
             f"in {g.where}",
             *(f"{size} * {g.dtype.itemsize} bytes = {size * g.dtype.itemsize // ROW_BYTES} loads of {ROW_BYTES} bytes and "
               f"{size * g.dtype.itemsize % ROW_BYTES} more" for size in g.padded),

@@ -9,6 +9,7 @@ from torch import nn
 from whet.diagnose.run import Check, Finding, Run
 from whet.diagnose.target import Target, target_of
 from whet.diagnose.watch import restored
+from whet.figures import figure
 from whet.measure import compare
 from whet.race import tie
 
@@ -111,7 +112,7 @@ def slower_switch(run: Run, optimizer: torch.optim.Optimizer):
     yield Finding(
         "optimizer", f"torch.optim.{name} updates {now_is}: {way}=True is off",
         [f"{len(parameters(optimizer))} parameters, {sum(p.numel() for p in parameters(optimizer)):,} elements",
-         f"the {what} takes {now.ms:.3g} ms, and {then.ms:.3g} ms with {way}=True, measured in turns"],
+         f"the {what} takes {figure(now.ms)} ms, and {figure(then.ms)} ms with {way}=True, measured in turns"],
         fix=f"Make the optimizer with torch.optim.{name}(..., {way}=True)", cost_ms=gain, gain_ms=gain, measured=True,
         module="optimizer", apply=switch(way),
     )
@@ -120,7 +121,7 @@ def slower_switch(run: Run, optimizer: torch.optim.Optimizer):
 def python_loop(run: Run, optimizer: torch.optim.Optimizer):
     """An optimizer of the user's own that goes over parameters one by one."""
     updated = [p for p in parameters(optimizer) if p.requires_grad]
-    events = [e for e in run.watched.events if e.phase == "optimizer" and not e.view]
+    events = [e for e in run.watched.events if e.phase == "optimizer" and not e.view and not e.op.startswith("profiler::")]
     compiled = hasattr(optimizer.step, "_torchdynamo_orig_callable")
     if compiled or len(updated) < FEW or len(events) < OPS * len(updated):
         return
@@ -132,7 +133,7 @@ def python_loop(run: Run, optimizer: torch.optim.Optimizer):
     yield Finding(
         "optimizer", f"{name}.step launches {len(events)} ops for {len(updated)} parameters, in a Python loop over them",
         [f"{len(events) / len(updated):.1f} ops to a parameter, first at {events[0].line or 'an unknown line'}",
-         f"the update takes {cost:.3g} ms{run.share(cost)}; moving what Adam moves takes {least:.2g} ms"],
+         f"the update takes {figure(cost)} ms{run.share(cost)}; moving what Adam moves takes {figure(least, 2)} ms"],
         fix="Write the update over lists of parameters with torch._foreach_* ops, wrap it in torch.compile, or where it is "
         "Adam's take torch.optim.AdamW(..., fused=True)",
         cost_ms=cost, gain_ms=cost - least, module="optimizer", line=events[0].line,

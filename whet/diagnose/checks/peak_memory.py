@@ -11,6 +11,7 @@ from whet.diagnose.run import Check, Finding, Run
 from whet.diagnose.target import Target, target_of
 from whet.diagnose.tell import pattern
 from whet.diagnose.watch import Watched, restored
+from whet.figures import figure, percent
 
 FULL = 0.90  # of the device: beyond it the allocator begins to give memory back and ask again, and a longer batch fails
 MOST = 0.60  # of the device, kept for the backward alone, while
@@ -109,7 +110,7 @@ def advice(held: dict[str, int]) -> str:
 
 
 def gib(n: int) -> str:
-    return f"{n / 2**30:.3g} GiB"
+    return f"{figure(n / 2**30)} GiB"
 
 
 def judged(held: dict[str, int], peak: int, memory: int):
@@ -117,7 +118,7 @@ def judged(held: dict[str, int], peak: int, memory: int):
     if reason is None:
         return
     first = f"the step takes {gib(peak)} of the GPU's {gib(memory)}" if reason == "full" else (
-        f"the forward keeps {gib(kept_bytes(held))} for the backward, {100 * kept_bytes(held) / memory:.0f}% of the GPU"
+        f"the forward keeps {gib(kept_bytes(held))} for the backward, {percent(kept_bytes(held) / memory)} of the GPU"
     )
     largest = max((n for n in held if n.startswith(KEPT)), key=lambda n: held[n], default="")
     yield Finding(

@@ -1,17 +1,20 @@
 """Parameters that a training step leaves without a gradient, and the op that cut the graph between them and the loss."""
 
 import contextlib
+import itertools
 from dataclasses import replace
 
 import torch
 from torch import nn
 
-from whet.diagnose.flow import FORMULALESS, STATES, Cut, Made, Trace, trace
+from whet.diagnose.flow import FORMULALESS, STATES, Cut, Made, NotFinite, Trace, trace
 from whet.diagnose.run import Check, Finding, Run
 from whet.diagnose.target import Target, target_of
 from whet.diagnose.tell import pattern
+from whet.figures import percent
 
 USUAL = (1.5, 3.0)  # backward over forward time of a whole graph: two products for each of the forward's
+UNUSED = "what they compute"
 NAMED = 4  # parameters named in the evidence, of however many
 
 
@@ -37,8 +40,8 @@ def suspects(run: Run) -> dict[str, str]:
 def cut_of(t: Trace, name: str) -> Cut | None:
     """What keeps the gradient from one parameter; None where it is not used at all."""
     bit, flow = t.bit(name), t.flow
-    if t.states[name] == "nan" and flow.nan is not None:
-        return in_forward(flow.nan, "makes a NaN of numbers", "Keep its input inside its domain (a clamp, an eps)", "nan")
+    if t.states[name] == "nan" and flow.bad is not None:
+        return not_finite(flow.bad)
     if t.states[name] == "zero" and flow.dead is not None:
         return in_forward(flow.dead, "gives zeros alone", "Scale or shift its input so that something gets through", "zero")
     for cut in t.nodes.cuts if t.nodes else ():
@@ -56,8 +59,28 @@ def cut_of(t: Trace, name: str) -> Cut | None:
     if last.op in ("aten::detach", "aten::_local_scalar_dense"):
         what = "leaving torch (.item(), .numpy(), .tolist())"
         return Cut(what, "cuts the graph", last.line, "Keep the computation in tensors", modules={last.module: None})
-    fix = "Add what they compute to the loss, or do not compute it"
-    return Cut("what they compute", "does not reach the loss", last.line, fix, wrong=False, modules={last.module: None})
+    fix = "Add it to the loss, do not compute it, or set requires_grad to False on its parameters"
+    return Cut(UNUSED, "never reaches the loss", last.line, fix, wrong=False, modules={last.module: None})
+
+
+def not_finite(bad: NotFinite) -> Cut:
+    """The tensor itself, with the module and the line where it is first read or made."""
+    if bad.what == bad.by.op:
+        return in_forward(bad.by, bad.does, "Keep its input inside its domain (a clamp, an eps, a wider dtype)", "nan")
+    where = (f" at {bad.by.line}" if bad.by.line else "") + (f" in {bad.by.module}" if bad.by.module else "")
+    fix = f"Look at where {bad.what} comes from: its initialisation, a checkpoint, the data, or a step that overflowed"
+    cause = f"{bad.what} {bad.does}; it is first read{where}"
+    return Cut(bad.what, bad.does, bad.by.line, fix, "nan", modules={bad.by.module: None}, cause=cause)
+
+
+def branch(names: list[str], last: str) -> str:
+    """The module whose output goes unused: around these parameters, and around the last op where that is in it too."""
+    owners = [n.rpartition(".")[0].split(".") for n in names]
+    for around in ([*owners, last.split(".")], owners):
+        same = [parts[0] for parts in itertools.takewhile(lambda parts: len(set(parts)) == 1, zip(*around))]
+        if any(same):
+            return ".".join(same)
+    return ", ".join(dict.fromkeys(pattern(n.rpartition(".")[0]) or n for n in names))
 
 
 def named_op(cut: Cut, customs: dict[str, str]) -> Cut:
@@ -93,7 +116,7 @@ def told(run: Run, t: Trace, cut: Cut | None, names: list[str]) -> Finding:
     share = sum(named[n].numel() for n in names) / max(1, sum(p.numel() for p in named.values()))
     some = ", ".join(names[:NAMED]) + (f" and {len(names) - NAMED} more" if len(names) > NAMED else "")
     count = "1 parameter" if len(names) == 1 else f"{len(names)} parameters"
-    whole = f"{some}: {100 * share:.0f}% of the model's parameters"
+    whole = f"{some}: {percent(share)} of the model's parameters"
     if cut is None:
         return Finding(
             "severed_gradients", f"{some} never used in this step", [whole, "no op of the forward reads them"],
@@ -103,9 +126,12 @@ def told(run: Run, t: Trace, cut: Cut | None, names: list[str]) -> Finding:
     where = ", ".join(dict.fromkeys(pattern(m) or "the model's own forward" for m in cut.modules))
     at = f" at {cut.line}" if cut.line else f" in {where}"
     cause = f"{cut.what}{at} {cut.does}: {some if len(names) == 1 else count} left with {kept}"
-    if not cut.wrong:
-        cause = f"{some}: {cut.what}{at} {cut.does}"
-    evidence = [f"{kept}: {whole}", f"in {where}" + (f", {cut.line}" if cut.line else ""), *(ratio(run) if cut.wrong else ())]
+    if cut.what == UNUSED:
+        cause = f"the output of {branch(names, next(iter(cut.modules), ''))} {cut.does}"
+    elif cut.cause:
+        cause = f"{cut.cause}: {some if len(names) == 1 else count} left with {kept}"
+    evidence = [f"{kept}: {whole}", f"in {where}" + (f", {cut.line}" if cut.line else "")]
+    evidence += ratio(run) if cut.wrong and cut.state != "nan" else []
     module = next(iter(cut.modules), "")
     return Finding("severed_gradients", cause, evidence, cut.fix, wrong=cut.wrong, line=cut.line, module=module)
 
