@@ -2,6 +2,7 @@
 
 import contextlib
 import json
+import os
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -11,8 +12,17 @@ import typer
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
+WIDTH = 160  # letters, where there is no terminal and COLUMNS says nothing
+
+
+def width() -> int | None:
+    """Of what is printed: None leaves it to the terminal."""
+    asked = os.environ.get("COLUMNS", "")
+    return int(asked) if asked.isdecimal() and int(asked) > 0 else None if sys.stdout.isatty() else WIDTH
+
+
 # Nothing printed is markup: a reason such as "rope[triton]: ..." or a path must come out as it is.
-console = Console(width=None if sys.stdout.isatty() else 160, highlight=False, markup=False, emoji=False)
+console = Console(width=width(), highlight=False, markup=False, emoji=False)
 
 Json = Annotated[bool, typer.Option("--json", help="Print JSON instead of tables (default off).")]
 Shapes = Annotated[

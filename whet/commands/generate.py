@@ -55,6 +55,9 @@ def split_model_and_prompt(words: list[str], random_weights: str | None) -> tupl
 
 def standard_input() -> str:
     """All of it, without the newline that ends its last line."""
+    if sys.stdin is None:
+        typer.echo("whet: generate: standard input is closed; give the prompt itself, not -", err=True)
+        raise typer.Exit(1)
     try:
         read = sys.stdin.buffer.read().decode()
     except UnicodeDecodeError as e:

@@ -40,7 +40,7 @@ def command(
             for line in tables.busy(result["entries"], result):
                 console.print(line)
             speedup = f"{result['speedup']:.2f}x the plain eager model"
-            console.print(f"{result['chosen']}: {speedup}, every gradient verified. {result['note']}")
+            console.print(f"{tables.plan_label(result['chosen'])}: {speedup}, every gradient verified. {result['note']}")
             console.print(f"lock: {where}")
 
         emit(made, as_json, records, f"optimize {target} {precision}", show)
