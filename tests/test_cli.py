@@ -293,26 +293,8 @@ def test_help_gives_units_defaults_and_an_example(command):
         assert words in text
 
 
-@pytest.mark.parametrize("command", ["bench", "optimize"])
-def test_records_that_cannot_be_written_cost_one_line(command, planted, tmp_path, monkeypatch):
-    monkeypatch.setattr(whet.tune, "tune", lambda *_, **__: None)
-    (tmp_path / "file").write_text("in the way")
-    args = {"bench": "rms_norm", "optimize": "tiny-llama:tiny --lock file/lock"}[command]
-    result = invoke(command, *args.split(), "--records", "file/records")
-    assert result.exit_code == 0 and result.stdout and "record:" not in result.stdout
-    assert len(said(result)) == 1 and "cannot be written" in said(result)[0] and "--json" in said(result)[0]
-
-
 def interrupt(*_, **__):
     raise KeyboardInterrupt
-
-
-def test_a_stopped_optimize_says_which_lock_kept_its_work(monkeypatch):
-    monkeypatch.setattr("whet.plans.tune", interrupt)
-    monkeypatch.setattr("whet.plans.record_calls", lambda *_: [])
-    result = invoke("optimize", "tiny-llama:tiny", "--lock", "my.lock")
-    assert result.exit_code == 130
-    assert said(result) == ["whet: stopped; what was tuned so far is kept in my.lock, and the next run goes on from there"]
 
 
 def test_a_bench_stopped_before_anything_was_timed_says_so(monkeypatch):

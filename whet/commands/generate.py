@@ -148,6 +148,8 @@ def command(
             llm = LLM(model, device=device, max_batch=1, verify=verify, progress=progress, **how)
         telling = Telling(began, measure.since_start() - began, not as_json)
         stream = llm.stream(asked_of(llm, prompt, chat), **options)
+        if random_weights is not None:
+            typer.echo("whet: the weights are random, so the output is token numbers without meaning", err=True)
         if temperature == 0 and (top_k, top_p, seed) != (0, 1.0, 0):
             typer.echo("whet: --top-k, --top-p and --seed have no effect at temperature 0; give --temperature", err=True)
         if quant is not None and llm.device.type == "cpu":
