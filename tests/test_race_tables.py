@@ -46,7 +46,8 @@ def test_ratios_with_their_intervals_stand_in_every_table():
 
 @pytest.mark.parametrize("why", [TIED, f"{NOISY}: kept eager"])
 def test_how_it_ended_is_said_where_it_is_not_the_fastest(why):
-    assert why in printed(tables.calls_table([entry(why)])) and why in printed(tables.plans_table(plans(why)))
+    assert why in printed(tables.calls_table([entry(why)]))
+    assert why.replace("eager", "stock") in printed(tables.plans_table(plans(why))), "the plan of stock calls, not the impl"
     assert FASTEST not in printed(tables.calls_table([entry()]))
 
 

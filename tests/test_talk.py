@@ -83,10 +83,11 @@ def test_standard_input_without_text_is_refused_before_a_model_is_opened(given, 
 def test_options_without_effect_and_slow_weights_are_told_in_a_line():
     common = ("generate", "5 6", "--random-weights", "qwen3:tiny", "--max-new-tokens", "2", "--device", "cpu")
     result = invoke(*common, "--seed", "3", "--quant", "int8")
-    assert result.exit_code == 0 and len(said(result)) == 2
-    assert "have no effect at temperature 0" in said(result)[0]
-    assert "on a CPU int8 weights are widened for each product" in said(result)[1]
-    assert said(invoke(*common, "--seed", "3", "--temperature", "1")) == said(invoke(*common)) == []
+    random = "whet: the weights are random, so the output is token numbers without meaning"
+    assert result.exit_code == 0 and len(said(result)) == 3 and said(result)[0] == random
+    assert "have no effect at temperature 0" in said(result)[1]
+    assert "on a CPU int8 weights are widened for each product" in said(result)[2]
+    assert said(invoke(*common, "--seed", "3", "--temperature", "1")) == said(invoke(*common)) == [random]
 
 
 WRONG = {
@@ -111,6 +112,10 @@ WRONG = {
     "vocabulary": ("generate '9999' --random-weights qwen3:tiny", "from 0 to 1023, the vocabulary, got 9999"),
     "chat": ("generate hello --random-weights qwen3:tiny --chat", "no chat template"),
     "device": ("generate hello --random-weights qwen3:tiny --device moon", "device must be auto, cpu or cuda, got 'moon'"),
+    "persistent": (
+        "generate hello --random-weights qwen3:tiny --path persistent --device cpu",
+        "path='persistent' does not fit: it is for CUDA GPUs, got cpu; use path='auto' or 'graph'",
+    ),
     "bench-context": ("bench decode --context 16,big", "--context must be whole numbers from 1 on"),
     "bench-batch": ("bench decode --batch 0", "--batch must be whole numbers from 1 on"),
     "bench-quant": ("bench decode --model qwen3:tiny --quant int3", "unknown quant 'int3'; there are int8, int4, fp8"),
@@ -127,6 +132,12 @@ def test_a_wrong_argument_is_one_line_and_exit_code_2(command, reason):
     result = invoke(*shlex.split(command))
     assert result.exit_code == 2 and result.stdout == "", result.output
     assert len(said(result)) == 1 and said(result)[0].startswith("whet: ") and reason in said(result)[0]
+
+
+def test_a_path_that_cannot_be_had_is_refused_before_a_weight_is_read(monkeypatch):
+    monkeypatch.setattr("whet.decode.engine.open_model", lambda *_, **__: pytest.fail("the weights were read"))
+    result = invoke("generate", "hello", "--random-weights", "qwen3:8b", "--path", "persistent", "--device", "cpu")
+    assert result.exit_code == 2 and "path='persistent' does not fit" in said(result)[0]
 
 
 def test_without_any_model_it_says_what_to_install(monkeypatch):

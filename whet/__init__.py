@@ -27,3 +27,8 @@ def __getattr__(name: str):
     if name in _MODULES:
         return importlib.import_module(f"whet.{name}")
     raise AttributeError(f"module 'whet' has no attribute {name!r}; it has {', '.join(__all__)}")
+
+
+def __dir__() -> list[str]:
+    """What there is, loaded or not."""
+    return [*__all__, "__version__"]

@@ -15,13 +15,17 @@ class Choices:
 
     table    {call key: candidate}, as the tuner writes it; sizes that vary are bucketed
     default  candidate for calls not in the table; None: the op's best stock call
+    evidence {call key: what was measured of it}, as `evidence_of` finds it; printing the choices shows it
     """
 
-    def __init__(self, table: Mapping[str, str] | None = None, default: str | None = None):
+    def __init__(
+        self, table: Mapping[str, str] | None = None, default: str | None = None, evidence: Mapping[str, dict] | None = None
+    ):
         if default is not None and base(default) not in SIMPLICITY:
             raise ValueError(f"Choices: default must be None or one of {list(SIMPLICITY)}, got {default!r}")
         self.table = dict(table or {})
         self.default = default
+        self.evidence = dict(evidence or {})
 
         for name, op in discover().items():
             setattr(self, name, chosen(op, self))
@@ -39,6 +43,29 @@ class Choices:
 
     def __repr__(self):
         return f"Choices({len(self.table)} calls tuned, default {self.default or 'stock'})"
+
+    def __str__(self):
+        """A line for each tuned call: what serves it, its time, and how much longer eager and the best other take."""
+        lines = [("op", "call", "impl", "ms", "versus")]
+        for key, impl in self.table.items():
+            known = self.evidence.get(key, {})
+            others = {known.get("rival"): known.get("vs_rival")} | {"eager": known.get("vs_eager")}
+            versus = ", ".join(f"{over:.2f}x {name}" for name, over in others.items() if over and name != impl)
+            ms = f"{known['ms']:.4f}" if known.get("ms") else "-"
+            name, _, call = key.partition(" ")
+            lines.append((name, call, impl, ms, versus or "-"))
+        if len(lines) == 1:
+            return repr(self)
+        widths = [max(map(len, column)) for column in zip(*lines)]
+        rows = ("  ".join(cell.ljust(width) for cell, width in zip(line, widths)).rstrip() for line in lines)
+        return "\n".join([repr(self), *rows])
+
+
+def evidence_of(entries: Mapping[str, dict], mode: str, table: Mapping[str, str]) -> dict[str, dict]:
+    """{call key: time, and the ratios to eager and to the best other} of these choices, from a lock's entries."""
+    found = {key: entries.get(f"{key} @ {mode}", {}) for key in table}
+    facts = ("ms", "vs_eager", "rival", "vs_rival")
+    return {k: {f: e[f] for f in facts if f in e} for k, e in found.items() if e.get("chosen") == table[k]}
 
 
 def chosen(op: Op, choices: Choices) -> Callable:
@@ -158,7 +185,9 @@ def current() -> Choices:
     if not _active:
         from whet.lock import Lock
 
-        _active.append(Choices(Lock.read().table()))
+        lock = Lock.read()
+        table = lock.table()
+        _active.append(Choices(table, evidence=evidence_of(lock.calls, "eager", table)))
     return _active[-1]
 
 

@@ -10,7 +10,7 @@ from dataclasses import asdict, dataclass
 import torch
 
 from whet import machine
-from whet.choices import Choices
+from whet.choices import Choices, evidence_of
 from whet.lock import Lock
 from whet.measure import MODES
 from whet.op import DTYPES, Call, Op, base, discover
@@ -98,7 +98,9 @@ class Tuning:
         tables = {mode: self.lock.table(mode) for mode in self.modes}
         # Liger's functions are not registered with torch.library: torch.compile breaks its graph at them, or fails.
         tables["compile"] = self.lock.table(self.modes[-1], without=("liger",))
-        return Tuned(_broadcast(tables), self.work.entries())
+        measured_in = {mode: self.modes[-1] if mode == "compile" else mode for mode in tables}
+        made = {m: (table, evidence_of(self.lock.calls, measured_in[m], table)) for m, table in tables.items()}
+        return Tuned(_broadcast(made), self.work.entries())
 
 
 class Work:
@@ -321,13 +323,13 @@ def _leader() -> bool:
     return not _distributed() or torch.distributed.get_rank() == 0
 
 
-def _broadcast(tables: dict[str, dict] | None) -> dict[str, Choices]:
+def _broadcast(tables: dict[str, tuple[dict, dict]] | None) -> dict[str, Choices]:
     if _distributed():
         box = [tables]
         torch.distributed.broadcast_object_list(box, src=0)
         tables = box[0]
     assert tables is not None
-    return {mode: Choices(table) for mode, table in tables.items()}
+    return {mode: Choices(table, evidence=evidence) for mode, (table, evidence) in tables.items()}
 
 
 def reduced_note() -> str:

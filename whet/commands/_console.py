@@ -2,6 +2,7 @@
 
 import contextlib
 import json
+import os
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -11,15 +12,38 @@ import typer
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
+WIDTH = 160  # letters, where there is no terminal and COLUMNS says nothing
+
+
+def width() -> int | None:
+    """Of what is printed: None leaves it to the terminal."""
+    asked = os.environ.get("COLUMNS", "")
+    return int(asked) if asked.isdecimal() and int(asked) > 0 else None if sys.stdout.isatty() else WIDTH
+
+
 # Nothing printed is markup: a reason such as "rope[triton]: ..." or a path must come out as it is.
-console = Console(width=None if sys.stdout.isatty() else 160, highlight=False, markup=False, emoji=False)
+console = Console(width=width(), highlight=False, markup=False, emoji=False)
 
 Json = Annotated[bool, typer.Option("--json", help="Print JSON instead of tables (default off).")]
 Shapes = Annotated[
     list[str] | None,
     typer.Option("--shapes", help="Part of a shape's name, or sizes and options, M=4096,N=384; repeatable (default: all)."),
 ]
-Records = Annotated[str, typer.Option("--records", metavar="DIR", help="Folder the record is written to.")]
+
+
+def writable(folder: str) -> str:
+    """The folder for records, refused before any work where nothing can be written there; it need not exist yet."""
+    there = Path(folder).absolute()
+    while not there.exists() and there != there.parent:
+        there = there.parent
+    why = "it is no folder" if not there.is_dir() else "" if os.access(there, os.W_OK | os.X_OK) else "it is write-protected"
+    if why:
+        typer.echo(f"whet: --records: {folder} cannot be written: {there}: {why}; name another folder", err=True)
+        raise typer.Exit(2)
+    return folder
+
+
+Records = Annotated[str, typer.Option("--records", metavar="DIR", help="Folder the record is written to.", callback=writable)]
 Html = Annotated[str | None, typer.Option(metavar="FILE", help="Also write one self-contained page (default: none).")]
 DEFAULT_NAMES = {"--trace": "trace.json", "--html": "report.html"}
 DTYPE_HELP = "bfloat16, float16, float32."  # a test holds these to what there is
@@ -44,14 +68,16 @@ def emit(made: dict, as_json: bool, folder: str, name: str, show: Callable[[], N
     path = record.write(made, folder, name)
     if as_json:
         typer.echo(json.dumps(made, indent=1))
-        return
-    show()
-    if path:
+    else:
+        show()
+    if not path:
+        raise typer.Exit(2)
+    if not as_json:
         console.print(f"record: {path}")
 
 
 @contextlib.contextmanager
-def plain_errors(kept: str) -> Iterator[None]:
+def plain_errors(kept: str | Callable[[], str]) -> Iterator[None]:
     """What a user did wrong is one line, exit code 2; a stopped run says what it kept, exit code 130."""
     try:
         yield
@@ -59,7 +85,7 @@ def plain_errors(kept: str) -> Iterator[None]:
         typer.echo(f"whet: {e}", err=True)
         raise typer.Exit(2) from None
     except KeyboardInterrupt:
-        typer.echo(f"whet: stopped; {kept}", err=True)
+        typer.echo(f"whet: stopped; {kept if isinstance(kept, str) else kept()}", err=True)
         raise typer.Exit(130) from None
 
 

@@ -21,7 +21,7 @@ def parse_value(text: str) -> int | float | bool | str | None:
         return text
 
 
-def parse_shapes(op: Op, text: str) -> list[dict]:
+def parse_shapes(op: Op, text: str, command: str) -> list[dict]:
     """'M=4096,N=384', or the name of one of the op's shapes, or what several of their names have in common."""
     if text in op.shapes:
         return [op.shapes[text]]
@@ -30,32 +30,35 @@ def parse_shapes(op: Op, text: str) -> list[dict]:
         return [{k.strip(): parse_value(v.strip()) for k, _, v in pairs}]
     found = [case for name, case in op.shapes.items() if text and text in name]
     if not found:
-        raise ValueError(f"bench: a shape of {op.name} is {sizes_of(op)} or one of {list(op.shapes)}, got {text}")
+        raise ValueError(f"{command}: a shape of {op.name} is {sizes_of(op)} or one of {list(op.shapes)}, got {text}")
     return found
 
 
-def check_case(op: Op, case: dict, dtype: str) -> None:
+def check_case(op: Op, case: dict, dtype: str, command: str) -> None:
     """Raises, before anything is started, for sizes that the op does not have or that do not go together."""
     given = ",".join(f"{k}={v}" for k, v in case.items())
     try:
         reason = op.check(**op.inputs(dtype=DTYPES[dtype], device="meta", **case))
     except (TypeError, RuntimeError):
-        raise ValueError(f"bench: a shape of {op.name} is {sizes_of(op)} or one of {list(op.shapes)}, got {given}") from None
+        wanted = f"a shape of {op.name} is {sizes_of(op)} or one of {list(op.shapes)}"
+        raise ValueError(f"{command}: {wanted}, got {given}") from None
     if reason:
-        raise ValueError(f"bench: {op.name} cannot run {given}: {reason}")
+        raise ValueError(f"{command}: {op.name} cannot run {given}: {reason}")
 
 
-def calls_of_shapes(names: list[str], shapes: list[str], dtype: str, grad: bool) -> list[tuple[Call, int]]:
+def calls_of_shapes(
+    names: list[str], shapes: list[str], dtype: str, grad: bool, command: str = "bench"
+) -> list[tuple[Call, int]]:
     ops = discover()
     if unknown := [n for n in names if n not in ops]:
-        raise ValueError(f"bench: unknown op {unknown[0]!r}; there are {', '.join(ops)}")
+        raise ValueError(f"{command}: unknown op {unknown[0]!r}; there are {', '.join(ops)}")
     if dtype not in DTYPES:
-        raise ValueError(f"bench: dtype must be one of {list(DTYPES)}, got {dtype!r}")
+        raise ValueError(f"{command}: dtype must be one of {list(DTYPES)}, got {dtype!r}")
     calls = {}
     for op in (ops[n] for n in names or ops):
-        cases = [case for s in shapes for case in parse_shapes(op, s)] or list(op.shapes.values())
+        cases = [case for s in shapes for case in parse_shapes(op, s, command)] or list(op.shapes.values())
         for case in cases:
-            check_case(op, case, dtype)
+            check_case(op, case, dtype, command)
             call = Call(op.name, case, dtype, grad and bool(op.grads))
             calls[call.key] = (call, 1)
     return list(calls.values())

@@ -29,7 +29,7 @@ def command(
     from whet.report import record, tables
 
     with plain_errors("nothing is kept"), progress_bar(not as_json) as progress:
-        calls, rows = calls_of_shapes([op], shapes or [], dtype, not forward_only), []
+        calls, rows = calls_of_shapes([op], shapes or [], dtype, not forward_only, "counters"), []
         work = [(call, impl) for call, _ in calls for impl in impls or ["triton"] if takes(call, impl)]
         if not work:
             raise ValueError(f"counters: {', '.join(impls or ['triton'])} of {op} takes none of these shapes")

@@ -55,6 +55,9 @@ def split_model_and_prompt(words: list[str], random_weights: str | None) -> tupl
 
 def standard_input() -> str:
     """All of it, without the newline that ends its last line."""
+    if sys.stdin is None:
+        typer.echo("whet: generate: standard input is closed; give the prompt itself, not -", err=True)
+        raise typer.Exit(1)
     try:
         read = sys.stdin.buffer.read().decode()
     except UnicodeDecodeError as e:
@@ -145,6 +148,8 @@ def command(
             llm = LLM(model, device=device, max_batch=1, verify=verify, progress=progress, **how)
         telling = Telling(began, measure.since_start() - began, not as_json)
         stream = llm.stream(asked_of(llm, prompt, chat), **options)
+        if random_weights is not None:
+            typer.echo("whet: the weights are random, so the output is token numbers without meaning", err=True)
         if temperature == 0 and (top_k, top_p, seed) != (0, 1.0, 0):
             typer.echo("whet: --top-k, --top-p and --seed have no effect at temperature 0; give --temperature", err=True)
         if quant is not None and llm.device.type == "cpu":

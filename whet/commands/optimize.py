@@ -1,5 +1,9 @@
 """whet optimize"""
 
+import json
+import os
+import re
+from pathlib import Path
 from typing import Annotated
 
 import typer
@@ -21,15 +25,27 @@ def command(
 
     Example: whet optimize tiny-llama:tiny
     """
+    import torch
+
+    from whet.commands._memory import refuse_what_does_not_fit
     from whet.lock import Lock, lock_path
+    from whet.models import find
     from whet.plans import best_plan
     from whet.report import record, tables
 
     with plain_errors("nothing was begun yet"):
         where = lock_path(lock)
-    with plain_errors(f"what was tuned so far is kept in {where}, and the next run goes on from there"):
+        if lock is not None or "WHET_LOCK" in os.environ:
+            refuse_others_file(where)
+        if precision == "tf32" and not torch.cuda.is_available():
+            raise ValueError("optimize: --precision tf32 needs a GPU, and there is none here; use float32 or bfloat16")
+    before = state(where)
+    with plain_errors(lambda: kept_in(where, before)):
+        known, (model, size) = Lock.read(where), find(target)
+        if again or known.plans.get(f"{model.name}:{size} {precision}", {}).get("config") != repr(model.sizes[size]):
+            refuse_what_does_not_fit(model, size)
         with progress_bar(not as_json) as progress:
-            result = best_plan(target, Lock.read(where), precision, again, seconds, progress)
+            result = best_plan(target, known, precision, again, seconds, progress)
         made = record.make(f"whet optimize {target} --precision {precision}", result)
         if html:
             write_page(html, made)
@@ -40,7 +56,41 @@ def command(
             for line in tables.busy(result["entries"], result):
                 console.print(line)
             speedup = f"{result['speedup']:.2f}x the plain eager model"
-            console.print(f"{result['chosen']}: {speedup}, every gradient verified. {result['note']}")
+            console.print(f"{tables.plan_label(result['chosen'])}: {speedup}, every gradient verified. {result['note']}")
             console.print(f"lock: {where}")
 
         emit(made, as_json, records, f"optimize {target} {precision}", show)
+
+
+def state(where: Path) -> tuple | None:
+    """What changes when the file is written anew; None where there is none."""
+    try:
+        found = os.stat(where)
+    except OSError:
+        return None
+    return found.st_ino, found.st_mtime_ns, found.st_size
+
+
+def kept_in(where: Path, before: tuple | None) -> str:
+    """What a stopped run says of its lock."""
+    if state(where) == before:
+        return f"nothing of this run is in {where} yet"
+    return f"what was tuned so far is kept in {where}, and the next run goes on from there"
+
+
+def refuse_others_file(where: Path) -> None:
+    """ValueError where the file that was named for the lock is something else, which a lock would take the place of."""
+    from whet import lock_file
+
+    lock_file.refuse_other_kinds(where)
+    try:
+        text = (lock_file.read(where) or b"").decode(errors="replace")
+    except OSError:
+        return  # the lock says that it cannot be read
+    try:
+        found = json.loads(text, strict=False)
+        ours = isinstance(found, dict) and {"format", "machines"} <= found.keys()
+    except (ValueError, RecursionError):  # a lock that was damaged still begins like one
+        ours = re.match(r'\s*\{\s*"format": *\d+,\s*"machines"', text) is not None
+    if text.strip() and not ours:
+        raise ValueError(f"optimize: {where} is no lock of whet's and stays as it is; name a new file, or a lock, by --lock")

@@ -18,8 +18,9 @@ from typing import Any
 
 import torch
 
+from whet.decode import persistent
 from whet.decode.cache import Cache
-from whet.decode.load import open_model
+from whet.decode.load import config_of, open_model, where_of
 from whet.decode.quantize import QUANTS, bytes_per_token, quantize
 from whet.decode.request import Completion, Request, Writer
 from whet.decode.runner import DecodeRunner, check_path
@@ -152,6 +153,8 @@ class LLM:
         check_limits(max_batch, max_context, speculate, path)
         if quant is not None and quant not in QUANTS:
             raise ValueError(f"quant must be one of {', '.join(QUANTS)}, got {quant!r}")
+        if path == "persistent":
+            persistent.refuse_early(config_of(model, random_weights), **where_of(device, dtype))
         verifier = started(device) if verify else None
         try:
             opened, text = open_model(model, random_weights=random_weights, device=device, dtype=dtype)

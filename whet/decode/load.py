@@ -46,12 +46,26 @@ def open_model(
     """
     if path is not None and random_weights is not None:
         raise ValueError(f"open_model: give a model or random weights, not both, got {path} and {random_weights!r}")
-    device = ("cuda" if torch.cuda.is_available() else "cpu") if device == "auto" else str(device)
-    where: dict[str, Any] = dict(device=_device(device), dtype=_dtype(dtype, device))
+    where: dict[str, Any] = where_of(device, dtype)
     if random_weights is not None:
         return qwen3.random_weights(_random_config(random_weights), **where).requires_grad_(False), None
     found = smollm2() if path is None else located(path)
     return _open_gguf(found, where) if found.is_file() else _open_folder(found, where, dtype == "auto")
+
+
+def where_of(device: str, dtype: str | torch.dtype) -> dict[str, Any]:
+    """Device and dtype, "auto" resolved."""
+    device = ("cuda" if torch.cuda.is_available() else "cpu") if device == "auto" else str(device)
+    return dict(device=_device(device), dtype=_dtype(dtype, device))
+
+
+def config_of(path: str | Path | None, random_weights: str | None) -> Qwen3Config | None:
+    """What a model is, before a weight of it is read; None where only opening it tells."""
+    if random_weights is not None:
+        return _random_config(random_weights)
+    folder = None if path is None else located(path)
+    given = _json(folder / "config.json") if folder is not None and (folder / "config.json").is_file() else None
+    return None if given is None else Qwen3Config.from_hf(given)
 
 
 def _device(device: str) -> torch.device:

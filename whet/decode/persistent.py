@@ -16,7 +16,7 @@ import torch
 
 from whet.decode import nvrtc
 from whet.decode.quantize import weights
-from whet.models.qwen3 import Qwen3
+from whet.models.qwen3 import Qwen3, Qwen3Config
 from whet.ops._weights import quant_of
 from whet.ops.attention.common import LOG2E
 
@@ -165,6 +165,13 @@ def wanted(model: Qwen3, path: str) -> bool:
     if path == "graph" or unable(device) or unfit(model):
         return False
     return path == "persistent" or torch.cuda.get_device_capability(device) in TRUSTED
+
+
+def refuse_early(c: Qwen3Config | None, device: torch.device, dtype: torch.dtype) -> None:
+    """ValueError where the kernel cannot be had, by what is known before a weight is read. c: None where that is not known."""
+    why = unable(device) or (unfit(Qwen3(c, device="meta", dtype=dtype)) if c is not None else None)
+    if why:
+        raise ValueError(f"path='persistent' does not fit: {why}; use path='auto' or 'graph'")
 
 
 def kernel_for(model: Qwen3, path: str) -> Persistent | None:

@@ -353,7 +353,7 @@ def kernels() -> Choices:
 def random_weights(c: Qwen3Config, variant: str = "tuned", ops: Choices | None = None, seed: int = 42, **where) -> Qwen3:
     """N(0, 0.02), the two projections back into the residual stream scaled by depth; drawn on the device."""
     model = Qwen3(c, variant, ops, **where)
-    generator = torch.Generator(model.embed.device).manual_seed(seed)
+    generator = None if model.embed.is_meta else torch.Generator(model.embed.device).manual_seed(seed)
     for name, p in model.named_parameters():
         if p.dim() == 1:
             p.fill_(0 if name.endswith("bias") else 1)

@@ -4,9 +4,9 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from rich.console import Console
-from rich.table import Table
 
 from whet.figures import ms, percent
+from whet.report.fit import Table
 from whet.report.markdown import Records, absent, by_machine, grid, read, source
 from whet.report.tables import spread
 
@@ -44,7 +44,8 @@ def told(made: dict) -> Iterator[str]:
 def show(console: Console, measured: dict) -> None:
     if measured["note"]:
         console.print(f"note: {measured['note']}")
-    table = Table(*HEAD, title=f"{measured['model']}, {measured['weights']} weights: one token", title_justify="left")
+    keep, order = ("batch", "context", "system", "tokens/s"), ("ms a token", "weights", "of floor", "± spread", "TB/s")
+    table = Table(*HEAD, keep=keep, order=order, title=f"{measured['model']}, {measured['weights']} weights: one token")
     rows = ordered(measured["rows"])
     for i, r in enumerate(rows):
         last = i + 1 == len(rows) or point(rows[i + 1]) != point(r)
@@ -60,7 +61,7 @@ def show_quality(console: Console, quality: dict) -> None:
     if "rows" not in quality:
         console.print(f"quality: not measured: {quality['why']}")
         return
-    table = Table(*QUALITY, title=f"quality: {quality_of(quality)}", title_justify="left")
+    table = Table(*QUALITY, title=f"quality: {quality_of(quality)}")
     for r in quality["rows"]:
         table.add_row(*quality_cells(r))
     console.print(table)

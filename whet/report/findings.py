@@ -1,9 +1,9 @@
 """The doctor's words on a terminal, from plain dicts as records hold them."""
 
 from rich.console import Console
-from rich.table import Table
 
 from whet.figures import ms, percent
+from whet.report.fit import Table
 
 
 def show(console: Console, made: dict) -> None:
@@ -68,7 +68,8 @@ def modules_table(made: dict, most: int = 24) -> Table:
     work = "kernels" if gpu else "ops"
     columns = ("module", "forward ms", "backward ms", "of step", work, "kept MiB", "of roofline", "bound by")
     title = f"step {ms(made['step']['ms'])} ms: work of each module, what is inside it not counted"
-    table = Table(*columns, title=title, title_justify="left")
+    order = ("of step", "forward ms", "backward ms", "bound by", work, "of roofline", "kept MiB")
+    table = Table(*columns, order=order, title=title)
     rows = made["modules"]
     for m in rows[:most]:
         roofline = "-" if m["of_roofline"] is None else percent(m["of_roofline"])
@@ -90,7 +91,7 @@ def show_profile(console: Console, made: dict) -> None:
     for note in made.get("notes", []):
         console.print(f"note: {note}")
     console.print(modules_table(made))
-    table = Table("kernel" if made["device"] == "cuda" else "op", "ms", "times", title="most time", title_justify="left")
+    table = Table("kernel" if made["device"] == "cuda" else "op", "ms", "times", title="most time")
     for k in made["kernels"]:
         table.add_row(k["name"][:90], ms(k["ms"]), str(k["count"]))
     console.print(table)
@@ -108,7 +109,7 @@ def show_after(console: Console, made: dict) -> None:
     """A decoder's token before and after, and what it is made of after."""
     after, work = made["after"], "kernels" if made["device"] == "cuda" else "ops"
     busy = "GPU busy ms" if made["device"] == "cuda" else "ms in ops"
-    table = Table("one token", "ms", "tokens/s", work, busy, "of floor", title="before and after", title_justify="left")
+    table = Table("one token", "ms", "tokens/s", work, busy, "of floor", title="before and after")
     for name, m in (("before: plain formulas, launched one by one", made | {"tokens_per_s": 1e3 / made["step"]["ms"]}),
                     ("after: decode ops" + (", one graph" if made["device"] == "cuda" else ""), after)):
         share = percent(after["floor_ms"] / m["step"]["ms"]) if "floor_ms" in after else "-"
@@ -117,7 +118,7 @@ def show_after(console: Console, made: dict) -> None:
     console.print(table)
     if after["layers"]:
         console.print(layers_table(after))
-    table = Table("kernel" if made["device"] == "cuda" else "op", "ms", "times", title="after: most time", title_justify="left")
+    table = Table("kernel" if made["device"] == "cuda" else "op", "ms", "times", title="after: most time")
     for k in after["kernels"]:
         table.add_row(k["name"][:90], ms(k["ms"]), f"{k['count']:g}")
     console.print(table)
@@ -128,7 +129,7 @@ def show_after(console: Console, made: dict) -> None:
 def layers_table(made: dict) -> Table:
     """A decoder's token: every layer's parts together."""
     title = f"one token: {made['tokens_per_s']:.0f} tokens/s"
-    table = Table("part", "ms", "share", "kernels", title=title, title_justify="left")
+    table = Table("part", "ms", "share", "kernels", title=title)
     for row in made["layers"]:
         table.add_row(row["part"], ms(row["ms"]), percent(row["share"]), f"{row['launches']:g}")
     return table
@@ -137,7 +138,8 @@ def layers_table(made: dict) -> Table:
 def whatif_table(made: dict) -> Table:
     """Chains that one kernel could do."""
     columns = ("module", "phase", "chain", "times", "now ms", "fused ms", "step after ms", "realised by")
-    table = Table(*columns, title="what fusing would give, from bytes, launches and ceilings", title_justify="left")
+    title = "what fusing would give, from bytes, launches and ceilings"
+    table = Table(*columns, keep=("chain", "now ms", "fused ms"), title=title)
     for w in made["whatif"]:
         realised = w["realised_by"] + (f", {ms(w['realised_ms'])} ms given back" if w.get("realised_ms") else "")
         table.add_row(

@@ -91,7 +91,7 @@ def outcome(m: dict) -> str:
         return kept + (f" A step takes {text(after)} ms." if after else "")
     tie = " (a tie: the simpler is kept)" if m.get("tied") else f" ({m['why']})" if noisy else ""
     times = f"{number(chosen.get('speedup')) or before / after:.2f} times as fast"
-    return f"{times}: a step takes {text(after)} ms, was {text(before)} ms, with {chosen['name']}{tie}."
+    return f"{times}: a step takes {text(after)} ms, was {text(before)} ms, with {tables.plan_label(chosen['name'])}{tie}."
 
 
 def chosen_plan(m: dict) -> dict:
@@ -306,7 +306,7 @@ def plans(m: dict) -> dict | None:
         timed, chosen = number(p.get("ms")), p.get("name") == m.get("chosen")
         note = tables.chosen_note(m) if chosen else p.get("why") or ""
         return [
-            p.get("name") or "", timed, spread(p), tables.versus(p), shown(p.get("samples_per_s"), ",.0f"),
+            tables.plan_label(p.get("name") or ""), timed, spread(p), tables.versus(p), shown(p.get("samples_per_s"), ",.0f"),
             shown(p.get("speedup") if timed else None, ".2f", "x"), shown(p.get("peak_mb"), ",.0f"), budget(p), note,
         ]
 
@@ -334,7 +334,7 @@ def choices(entries: list[dict]) -> dict | None:
         floor, why = number(e.get("floor_ms")), e.get("why") or ""
         reached = tables.of_roof(floor / timed) if floor and timed else "-"
         rows.append([
-            f"{tables.entry_id(e)} (x{e.get('count', 1)})", e.get("mode") or "", chosen or "none", timed, spread(c),
+            f"{tables.entry_id(e)} (x{e.get('count', 1)})", tables.mode_label(e), chosen or "none", timed, spread(c),
             rival or "-", number(other.get("ms")), *times, reached, e.get("bound") or "", budget(c),
             "" if why == FASTEST else why,
         ])
@@ -349,7 +349,7 @@ def candidates(entries: list[dict]) -> dict | None:
         for name in tables.best(e).values():
             c = e["candidates"][name]
             rows.append([
-                tables.entry_id(e), e.get("mode") or "", name, number(c.get("ms")), spread(c), tables.versus(c), budget(c),
+                tables.entry_id(e), tables.mode_label(e), name, number(c.get("ms")), spread(c), tables.versus(c), budget(c),
                 shown(c.get("peak_mib")), shown(c.get("host_us"), ",.0f"), tables.note(e, name),
             ])
             marked.append(name == e.get("chosen"))

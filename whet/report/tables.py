@@ -1,19 +1,30 @@
 """Terminal tables. Each takes plain dicts, as records hold them."""
 
 import inspect
+import re
 from collections.abc import Callable
 
 from rich.console import Console
-from rich.table import Table
 
 from whet import ncu
 from whet.figures import ms, percent
 from whet.op import Call, Op, base
 from whet.proofs import OUTCOMES
-from whet.race import FASTEST, TIED, Timing
+from whet.race import FASTEST, NARROW, TIE, TIED, Timing
+from whet.report.fit import Table
 
 OVER = "over 100%"  # of a roof that is beaten
+MODES = {"eager": "with launches", "graph": "graph"}  # a mode as it is printed: eager is an impl's name too
 SLACK = 0.05  # a share of the time: the roof of memory is a copy's, and other mixes of reads and writes differ by a little
+
+
+def mode_label(e: dict) -> str:
+    return MODES.get(e.get("mode", ""), e.get("mode") or "")
+
+
+def plan_label(name: str) -> str:
+    """A plan's name as it is printed, or a text about it: "eager" alone is an impl, and a plan of stock calls."""
+    return re.sub(r"(^|kept )eager\b( \+ choices)?", lambda m: m[1] + ("choices" if m[2] else "stock"), name)
 
 
 def spread(item: dict) -> float | None:
@@ -56,7 +67,7 @@ def best(e: dict) -> dict[str, str]:
 
 
 def machine_table(m: dict, roof: dict | None) -> Table:
-    table = Table(title="this machine", show_header=False, title_justify="left")
+    table = Table(title="this machine", show_header=False)
     kind = f"compute capability {m['capability'][0]}.{m['capability'][1]}" if m["capability"] else "no CUDA capability"
     table.add_row("GPU" if m["device"] == "cuda" else "CPU (no GPU found)", m["name"])
     threads = f", {m['threads']} threads" if m.get("threads") else ""
@@ -77,9 +88,14 @@ def machine_table(m: dict, roof: dict | None) -> Table:
 
 def ops_table(ops: dict[str, Op], whole: bool = False) -> Table:
     """One row per op; whole: all of its meaning, not the first line alone."""
-    table = Table("op", "meaning", "impls", "refuses", title="ops", title_justify="left", show_lines=True)
+    columns = ("op", "meaning", "impls", "refuses")
+    table = Table(*columns, keep=columns, title="ops", show_lines=True)
     for op in ops.values():
-        limits = [f"{name}: {limit}" for name, impl in op.impls.items() for limit in impl.limits]
+        refusing: dict[str, list[str]] = {}
+        for name, impl in op.impls.items():
+            for limit in impl.limits:
+                refusing.setdefault(limit, []).append(name)
+        limits = [f"{', '.join(names)}: {limit}" for limit, names in refusing.items()]
         meaning = inspect.cleandoc(op.reference.__doc__ or "")
         meaning = meaning if whole else meaning.splitlines()[0]
         table.add_row(f"{op.name}{op.signature}", meaning, ", ".join(op.impls), "\n".join(limits) or "-")
@@ -95,13 +111,14 @@ def entry_id(entry: dict) -> str:
 def calls_table(entries: list[dict], title: str = "candidates: verified, then timed in turns") -> Table:
     """One line per impl of each call, of its tiles the best, the chosen one marked. What was refused is in `left_out`."""
     columns = ("call", "mode", "impl", "ms", "± spread", "vs fastest", "of roofline", "error / budget", "extra MiB", "host us")
-    table = Table(*columns, "", title=title, title_justify="left")
+    order = ("vs fastest", "mode", "of roofline", "error / budget", "± spread", "host us", "extra MiB")
+    table = Table(*columns, "", keep=("call", "impl", "ms", ""), order=order, title=title)
     for e in entries:
         rows = {name: e["candidates"][name] for name in best(e).values()}
         for i, (name, c) in enumerate(rows.items()):
             timed, chosen = c.get("ms"), name == e.get("chosen")
             table.add_row(
-                f"{entry_id(e)} (x{e['count']})" if i == 0 else "", e["mode"] if i == 0 else "", name,
+                f"{entry_id(e)} (x{e['count']})" if i == 0 else "", mode_label(e) if i == 0 else "", name,
                 ms(timed), ms(spread(c)), versus(c), roofline(e, timed, (spread(c) or 0.0) / (timed or 1.0)),
                 f"{c['share']:.2f}{' *' if c.get('proved') else ''}",
                 "-" if c.get("peak_mib") is None else f"{c['peak_mib']:.1f}",
@@ -115,9 +132,19 @@ def note(e: dict, name: str) -> str:
     words = ["interpreted only, sizes reduced"] if e["candidates"][name].get("interpreted") else []
     if name == e.get("chosen"):
         words = ["chosen", *([e["why"]] if e.get("why", FASTEST) != FASTEST else [])]
-        words += [f"{e['vs_rival']:.2f}x {e['rival']}"] if e.get("rival") else []
+        words += [beside_rival(e)] if e.get("rival") else []
     tiles = sum(base(n) == base(name) and "ms" in c for n, c in e["candidates"].items())
-    return ", ".join([*words, *([f"best of {tiles} tiles"] if tiles > 1 else [])])
+    return ", ".join([*filter(None, words), *([f"best of {tiles} tiles"] if tiles > 1 else [])])
+
+
+def beside_rival(e: dict) -> str:
+    """The chosen one beside the best other: how many times as fast, or that it is a tie, or that the other seemed faster."""
+    over, rival, why = e["vs_rival"], e["rival"], e.get("why", FASTEST)
+    if why.startswith(TIED):
+        return f"tied with {rival}" if abs(over - 1) <= NARROW else ""
+    if why == FASTEST and e["candidates"].get(rival, {}).get("vs_best_low", over) <= 1 + TIE:
+        return f"a tie with {rival}"
+    return f"{over:.2f}x {rival}" if over >= 1 else f"{rival} took {over:.2f}x its time, undecided"
 
 
 def busy(entries: list[dict], result: dict | None = None) -> list[str]:
@@ -167,7 +194,7 @@ def show_calls(console: Console, entries: list[dict]) -> None:
 def counters_table(rows: list[dict]) -> Table:
     """One line per kernel: time, clock, how busy each unit is in percent, how many warps there were and what they awaited."""
     columns = ("call", "impl", "kernel", "us", "MHz", "regs", "KiB", "warps", *ncu.UNITS, "warps wait for")
-    table = Table(*columns, title="counters: percent of what each unit can do", title_justify="left")
+    table = Table(*columns, keep=("call", "impl", "kernel", "us"), title="counters: percent of what each unit can do")
     before = None
     for row in rows:
         told = (row["call"], row["impl"])
@@ -184,18 +211,20 @@ def counters_table(rows: list[dict]) -> Table:
 def chosen_note(result: dict) -> str:
     """How the plan was chosen; older records say only whether it was a tie."""
     why = result.get("why") or (TIED if result.get("tied") else FASTEST)
-    return "chosen" if why == FASTEST else f"chosen, {why}"
+    return "chosen" if why == FASTEST else f"chosen, {plan_label(why)}"
 
 
 def plans_table(result: dict) -> Table:
     stored = ", from the lock" if result.get("from_lock") else ""
     columns = ("plan", "step ms", "± spread", "vs fastest", "samples/s", "speed-up", "peak MB", "error / budget", "")
-    table = Table(*columns, title=f"plans for {result['target']}: one training step{stored}", title_justify="left")
+    order = ("speed-up", "vs fastest", "samples/s", "error / budget", "peak MB", "± spread")
+    title = f"plans for {result['target']}: one training step{stored}"
+    table = Table(*columns, keep=("plan", "step ms", ""), order=order, title=title)
     for r in result["plans"]:
         timed = r.get("ms")
         note = chosen_note(result) if r["name"] == result["chosen"] else r["why"]
         table.add_row(
-            r["name"], ms(timed), ms(spread(r)), versus(r),
+            plan_label(r["name"]), ms(timed), ms(spread(r)), versus(r),
             f"{r['samples_per_s']:.0f}" if timed else "-", f"{r['speedup']:.2f}x" if timed else "-",
             f"{r['peak_mb']:.0f}" if r.get("peak_mb") else "-", f"{r['share']:.2f}" if "share" in r else "-", note,
             style="bold green" if r["name"] == result["chosen"] else None,
@@ -205,7 +234,7 @@ def plans_table(result: dict) -> Table:
 
 def proofs_table(rows: list[dict]) -> Table:
     """How many calls of each impl were right, refused, rejected or failed; then each of the last two, with its reason."""
-    table = Table("op", "impl", *OUTCOMES, "why")
+    table = Table("op", "impl", *OUTCOMES, "why", keep=("op", "impl", *OUTCOMES))
     counts: dict[tuple[str, str], dict[str, int]] = {}
     for row in rows:
         mine = counts.setdefault((row["op"], base(row["impl"])), {})

@@ -1,0 +1,132 @@
+"""What the command line refuses, and how it ends: one line, the right exit code, and nothing of the user's touched."""
+
+import shlex
+import subprocess
+import sys
+
+import pytest
+import torch
+from test_cli import RESULT, interrupt, invoke, said
+
+import whet.tune
+from whet.commands import _memory
+from whet.lock import Lock
+from whet.models import find
+
+
+@pytest.mark.parametrize("command", ["ops", "--help", "machine --json"])
+@pytest.mark.parametrize("stream, code, line", [
+    (">&-", 1, "whet: standard output is closed; send it to a file, a pipe or /dev/null"),
+    (">/dev/full", 1, "whet: standard output cannot be written (No space left on device); what was printed is not whole"),
+    ("<&-", 0, ""), ("2>&-", 0, ""),
+], ids=["no-output", "full", "no-input", "no-errors"])
+def test_a_closed_or_full_stream_is_no_traceback(command, stream, code, line):
+    asked = " ".join([shlex.quote(sys.executable), "-m whet", command, stream])
+    done = subprocess.run(["sh", "-c", asked], capture_output=True, text=True)
+    assert (done.returncode, done.stderr.strip()) == (code, line)
+    assert bool(done.stdout) == (code == 0)
+
+
+def test_a_prompt_from_a_closed_input_is_one_line():
+    done = subprocess.run(["sh", "-c", f"{shlex.quote(sys.executable)} -m whet generate - <&-"], capture_output=True, text=True)
+    assert (done.returncode, done.stderr) == (1, "whet: generate: standard input is closed; give the prompt itself, not -\n")
+
+
+@pytest.fixture
+def planted(monkeypatch):
+    """optimize answers at once."""
+    monkeypatch.setattr("whet.plans.best_plan", lambda *args: RESULT)
+
+
+@pytest.mark.parametrize("command", ["bench rms_norm", "optimize tiny-llama:tiny", "prove rms_norm", "counters rms_norm"])
+@pytest.mark.parametrize("folder", ["file", "file/records"])
+def test_records_that_cannot_be_written_are_refused_before_the_work(command, folder, tmp_path, monkeypatch):
+    (tmp_path / "file").write_text("in the way")
+    monkeypatch.setattr("whet.worker.Worker.start", lambda self: pytest.fail("a process was started"))
+    result = invoke(*command.split(), "--records", folder)
+    assert result.exit_code == 2 and result.stdout == "" and (tmp_path / "file").read_text() == "in the way"
+    assert len(said(result)) == 1 and f"--records: {folder} cannot be written" in said(result)[0]
+
+
+@pytest.mark.parametrize("options", [(), ("--json",)])
+def test_a_record_that_could_not_be_written_after_all_is_exit_code_2(options, planted, monkeypatch):
+    def full(*_, **__):
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr("pathlib.Path.write_text", full)
+    result = invoke("optimize", "tiny-llama:tiny", *options)
+    assert result.exit_code == 2 and result.stdout and "record: " not in result.stdout
+    assert len(said(result)) == 1 and "cannot be written (No space left on device); --json prints it" in said(result)[0]
+
+
+OTHERS = ["my notes\n", '{"name": "package"}', "[1, 2]", '{"machines": {}}', '{"format": 2', "\x00\xff"]
+
+
+@pytest.mark.parametrize("text", OTHERS)
+@pytest.mark.parametrize("by", ["option", "environment"])
+def test_a_file_that_is_no_lock_and_was_named_is_left_alone(text, by, planted, tmp_path, monkeypatch):
+    (tmp_path / "notes").write_text(text)
+    if by == "environment":
+        monkeypatch.setenv("WHET_LOCK", "notes")
+    result = invoke("optimize", "tiny-llama:tiny", *(("--lock", "notes") if by == "option" else ()))
+    assert result.exit_code == 2 and len(said(result)) == 1
+    assert "notes is no lock of whet's and stays as it is" in said(result)[0]
+    assert (tmp_path / "notes").read_text() == text and not list(tmp_path.glob("*.bad*"))
+
+
+def test_locks_whole_damaged_empty_or_absent_are_taken(planted, tmp_path):
+    whole = '{\n "format": 2,\n "machines": {}\n}\n'
+    for text in (whole, whole[:-5], "", None):
+        path = tmp_path / f"{len(text or '')}.lock"
+        if text is not None:
+            path.write_text(text)
+        assert invoke("optimize", "tiny-llama:tiny", "--lock", path.name).exit_code == 0
+
+
+def test_a_stopped_optimize_says_what_is_in_its_lock_and_nothing_else(monkeypatch, tmp_path):
+    monkeypatch.setattr("whet.plans.record_calls", lambda *_: [])
+    monkeypatch.setattr("whet.plans.Tuning", interrupt)
+    stopped = lambda: invoke("optimize", "tiny-llama:tiny", "--lock", "my.lock")  # noqa: E731
+    assert stopped().exit_code == 130
+    assert said(stopped()) == ["whet: stopped; nothing of this run is in my.lock yet"] and not (tmp_path / "my.lock").exists()
+
+    def saved(calls, lock, **_):
+        whet.tune.save_decoder(lock, "a decoder", {"ok": True, "why": ""})
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("whet.plans.Tuning", saved)
+    line = "whet: stopped; what was tuned so far is kept in my.lock, and the next run goes on from there"
+    assert said(stopped()) == [line] and "a decoder" in Lock.read(tmp_path / "my.lock").decoders
+    monkeypatch.setattr("whet.plans.Tuning", interrupt)
+    assert said(stopped()) == ["whet: stopped; nothing of this run is in my.lock yet"], "what it holds is of the run before"
+
+
+def test_tf32_is_refused_where_there_is_no_gpu(planted, monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    result = invoke("optimize", "tiny-llama:tiny", "--precision", "tf32")
+    assert result.exit_code == 2 and said(result) == [
+        "whet: optimize: --precision tf32 needs a GPU, and there is none here; use float32 or bfloat16"
+    ]
+
+
+def test_counters_name_themselves_in_what_they_refuse():
+    assert said(invoke("counters", "nosuch"))[0].startswith("whet: counters: unknown op 'nosuch'; there are ")
+    assert said(invoke("counters", "rms_norm", "--shapes", "tall"))[0].startswith("whet: counters: a shape of rms_norm is ")
+
+
+def test_a_model_too_large_for_the_memory_is_refused_with_the_figures(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    monkeypatch.setattr("whet.plans.best_plan", lambda *_: pytest.fail("it was begun"))
+    monkeypatch.setattr(_memory, "free_bytes", lambda device: 20 * 2**30)
+    result = invoke("optimize", "qwen3:8b")
+    assert result.exit_code == 2 and said(result) == [
+        "whet: optimize: qwen3:8b has 8.19 billion parameters; weights, gradients, optimizer and float64 oracle of its plans "
+        "take at least 763 GiB, and 20.0 GiB are free on the CPU; qwen3:tiny fits"
+    ]
+
+
+@pytest.mark.parametrize("target", ["tiny-llama:tiny", "qwen3:tiny"])
+def test_parameters_are_counted_without_building_the_model(target):
+    model, size = find(target)
+    built = model.build(model.sizes[size], model.plain, whet.choices.Choices(default="eager"))
+    assert _memory.parameters(model, size) == sum(p.numel() for p in built.parameters())

@@ -1,0 +1,37 @@
+"""Whether a model and all that proving its plans needs fit the memory there is, estimated before anything is built."""
+
+import torch
+
+from whet.choices import Choices
+from whet.decode.cache import free_bytes
+from whet.models import Model
+
+HELD = 4 + 8 + 4 + 4  # bytes a parameter: float32 weights, gradients in float64, those of eager and those of the plan on trial
+STEP = 4 + 4 + 8  # of each model that waits for the race: weights, gradients, AdamW's two moments
+WAITING = {"cpu": 5, "cuda": 2}  # models in memory at once, the plain one among them: a GPU's are raced in groups
+GIB = 2**30
+
+
+def parameters(model: Model, size: str) -> int:
+    with torch.device("meta"):
+        built = model.build(model.sizes[size], model.plain, Choices(default="eager"))
+    return sum(p.numel() for p in built.parameters())
+
+
+def needed(count: int, device: str) -> int:
+    """Bytes at least: activations come on top."""
+    return count * (HELD + STEP * WAITING[device])
+
+
+def refuse_what_does_not_fit(model: Model, size: str) -> None:
+    """ValueError, with the figures, where proving and timing this model's plans takes more memory than is free."""
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    count, free = parameters(model, size), free_bytes(torch.device(device))
+    if (takes := needed(count, device)) <= free:
+        return
+    fitting = [f"{model.name}:{s}" for s in model.sizes if needed(parameters(model, s), device) <= free]
+    raise ValueError(
+        f"optimize: {model.name}:{size} has {count / 1e9:.3g} billion parameters; weights, gradients, optimizer and float64 "
+        f"oracle of its plans take at least {takes / GIB:,.0f} GiB, and {free / GIB:,.1f} GiB are free on the "
+        f"{'GPU' if device == 'cuda' else 'CPU'}; {f'{fitting[-1]} fits' if fitting else 'free some memory'}"
+    )
