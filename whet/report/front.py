@@ -22,10 +22,10 @@ def terminal() -> Console:
 
 
 def screen(command: str, console: Console) -> str:
-    """A command and what it printed, as a block of text."""
+    """A command and what it printed, empty lines left out, as a block of text."""
     assert isinstance(console.file, io.StringIO)
     lines = [line.rstrip() for line in console.file.getvalue().splitlines()]
-    return "\n".join(("```text", f"$ {command}", *lines, "```"))
+    return "\n".join(("```text", f"$ {command}", *filter(None, lines), "```"))
 
 
 def optimize_run(root: Path) -> str:
@@ -34,13 +34,12 @@ def optimize_run(root: Path) -> str:
         return absent("optimize")
     name, r = found
     result, console = r["measured"], terminal()
-    console.print("...")
     console.print(tables.plans_table(result))
     for line in tables.busy([], result):
         console.print(line, soft_wrap=True)
     if result.get("speedup"):
         console.print(f"{result['chosen']}: {result['speedup']:.2f}x the plain eager model, every gradient verified.")
-    return f"{screen(r['command'], console)}\n\n{source({name: r})}"
+    return f"{screen(r['command'], console)}\n{source({name: r})}"
 
 
 def finding(root: Path) -> str:
@@ -52,9 +51,7 @@ def finding(root: Path) -> str:
             continue
         console = terminal()
         findings.show(console, {"sentence": made["sentence"], "findings": measured[:1], "step": made["step"]})
-        if len(made["findings"]) > 1:
-            console.print("...")
-        return f"{screen(r['command'], console)}\n\n{source({name: r})}"
+        return f"{screen(r['command'], console)}\n{source({name: r})}"
     return absent("doctor")
 
 
@@ -71,9 +68,9 @@ def ops(root: Path) -> str:
             op, shapes, *cells, won = bench_tables.summary_row(name, mine)
             pairs = [f"{mean} ({worst})" if mean != "-" else "-" for mean, worst in zip(cells[::2], cells[1::2])]
             rows.append((op, shapes, *pairs, won))
-        columns = {"graph": "in a CUDA graph", "eager": "launched by the host"}
-        head = ("op", "shapes", *(columns[mode] for mode in MODES), "whet's kernel chosen")
-        return f"{heading}: speed-up, mean (worst).\n\n{grid(head, rows)}\n\n{source(used)}"
+        columns = {"graph": "in a CUDA graph, mean (worst)", "eager": "launched from Python, mean (worst)"}
+        head = (f"op ({heading.partition(', ')[2]})", "shapes", *(columns[mode] for mode in MODES), "whet's kernel chosen")
+        return f"{grid(head, rows)}\n\n{source(used)}"
     return absent("bench")
 
 
@@ -92,7 +89,7 @@ def steps(root: Path) -> str:
 
 
 def decoders(root: Path) -> str:
-    """Tokens a second, of several ways of one kind the fastest; the share of the floor that whet reaches."""
+    """Tokens a second where a rival was timed too, of several ways of one kind the fastest; whet's share of the floor."""
     parts = []
     for used, measured in decode.newest(root):
         timed = [r for r in decode.ordered(measured["rows"]) if not r["quant"]]
@@ -101,10 +98,14 @@ def decoders(root: Path) -> str:
             here = [r for r in timed if decode.point(r) == at]
             fastest = [max((r for r in here if r["system"] in some), key=rate, default=None) for some in COLUMNS.values()]
             floor = fastest[-1].get("of_floor") if fastest[-1] else None
+            if not any(fastest[:-1]):
+                continue
             cells = ("-" if r is None else f"{rate(r):,.0f}" for r in fastest)
-            rows.append((str(at[0]), f"{at[1]:,}", *cells, percent(floor) if floor else "-"))
-        head = ("batch", "context", *COLUMNS, "whet, of the floor")
-        parts += [f"{decode.heading(used, measured)}, greedy, tokens a second.", grid(head, rows, text=2), source(used)]
+            model = f"{measured['model']}, {measured['weights']} weights, {measured['dtype']}"
+            rows.append((model, str(at[0]), f"{at[1]:,}", *cells, percent(floor) if floor else "-"))
+        head = ("greedy, tokens a second", "batch", "context", *COLUMNS, "whet, of the floor")
+        if rows:
+            parts += [grid(head, rows), source(used)]
     return "\n\n".join(parts) or absent("decode")
 
 

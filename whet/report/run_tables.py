@@ -59,7 +59,7 @@ def counted(r: dict) -> str:
     waiting = f", {counts['not run']:,} did not run" if counts["not run"] else ""
     others = {short(commit): len(tests) for commit, tests in r["measured"].get("at other commits", {}).items()}
     at = {short(r["commit"]): sum(counts.values()) - sum(others.values())} | others
-    commits = ", ".join(f"`{commit}` ({n:,})" for commit, n in at.items()) if len(at) > 1 else f"`{short(r['commit'])}`"
+    commits = ", ".join(f"`{commit}` ({n:,} of them)" for commit, n in at.items()) if len(at) > 1 else f"`{short(r['commit'])}`"
     return (
         f"{counts['passed']:,} GPU tests passed, {counts['failed']:,} failed, {counts['skipped']:,} skipped{waiting} "
         f"on {r['machine']['name']}, at commit{'s' if len(at) > 1 else ''} {commits}."
@@ -68,7 +68,7 @@ def counted(r: dict) -> str:
 
 def gpu_counts(root: Path) -> str:
     """The counts and commits alone, for README."""
-    found = (f"{counted(r)}\n\n{source({name: r})}" for name, r in read(root, "gpu").items())
+    found = (f"`make gpu-test` left `records/{name}`: {counted(r)}" for name, r in read(root, "gpu").items())
     return "\n\n".join(found) or absent("gpu")
 
 
