@@ -9,7 +9,7 @@
 
 import importlib
 
-__version__ = "0.1.0"
+__version__ = "0.2.0"
 
 _HOMES = {
     "auto_select_kernels": "autoselect", "manual_kernel_benchmark": "autoselect", "benchmark_rms_norm": "autoselect",

@@ -34,6 +34,10 @@ def grid(head: Sequence[str], rows: Iterable[Sequence[str]], text: int = 1) -> s
     return "\n".join(f"| {' | '.join(cell.replace('|', chr(92) + '|') for cell in row)} |" for row in (head, rule, *rows))
 
 
+def bold(text: str, marked: bool) -> str:
+    return f"**{text}**" if marked else text
+
+
 def absent(kind: str) -> str:
     return f"Not measured yet: there is no `records/{kind}-*.json`."
 

@@ -1,7 +1,7 @@
-"""Records -> the tables of README.md and docs/*.md; the ops themselves -> docs/ops.md.
+"""Records -> the tables of README.md and docs/*.md, docs/results.md and the pictures; the code -> docs/ops.md and docs/api.md.
 
 python -m whet.report.readme           rewrite them in place
-python -m whet.report.readme --check   exit 1 if one is out of step with the records or with the ops
+python -m whet.report.readme --check   exit 1 if one is out of step with the records or with the code
 
 A table stands between the lines `<!-- table:NAME -->` and `<!-- /table -->`. What is between them is made here, never by hand.
 """
@@ -9,227 +9,21 @@ A table stands between the lines `<!-- table:NAME -->` and `<!-- /table -->`. Wh
 import argparse
 import inspect
 import re
-import statistics
 import sys
 from collections.abc import Callable
 from pathlib import Path
 
 from whet.choices import implied
-from whet.figures import ms, percent
-from whet.op import SIMPLICITY, Call, Impl, Op, base, discover, ours, untiled
-from whet.report import clinic_tables, decode, proof_tables
-from whet.report.markdown import (
-    MODES,
-    Records,
-    absent,
-    by_machine,
-    grid,
-    merged,
-    order,
-    read,
-    shape,
-    short,
-    source,
-    times,
-    versions,
-)
-from whet.report.tables import best, left_out, proved, roofline
+from whet.op import Impl, Op, discover, untiled
+from whet.report import api, bench_tables, clinic_tables, decode, front, pictures, proof_tables, results, run_tables
+from whet.report.markdown import grid
 
 ROOT = Path(__file__).resolve().parents[2]
 REGION = re.compile(r"^<!-- table:([\w-]+) -->\n(.*?)^<!-- /table -->$", re.M | re.S)
 OPENING = re.compile(r"^<!-- table:", re.M)
-SHARED = ("eager", "torch", "compile", "liger", "triton")  # the columns of the common table; an op with others has its own
-MEMORY = ("linear_cross_entropy",)  # ops whose point is memory as much as time
-
-def sections(records: Records) -> list[tuple[str, Records, list[dict]]]:
-    """(heading, records used, entries) per machine, dtype and pass, entries in the order of their ops' shapes."""
-    found = []
-    for group in by_machine(records):
-        gpu = next(iter(group.values()))["machine"]["name"]
-        kinds: dict[tuple[str, bool], list[tuple[str, dict]]] = {}
-        for name, e in merged(group):
-            kinds.setdefault((e["call"]["dtype"], e["call"]["grad"]), []).append((name, e))
-        for (dtype, grad), items in kinds.items():
-            heading = f"{gpu}, {dtype}, {'forward and backward' if grad else 'forward'}"
-            used = {name: r for name, r in group.items() if any(name == n for n, _ in items)}
-            found.append((heading, used, sorted((e for _, e in items), key=order)))
-    return found
-
-
-def ratio(e: dict) -> float | None:
-    """Time of the best that can be had without whet, over the time of the chosen. 1 where that best is itself chosen.
-
-    None where there is no such thing: what serves a call at another precision beside whet's kernel is whet's own formula.
-    """
-    timed = {} if e["call"]["case"].get("precision") else times(e)
-    others, chosen = [t for n, t in timed.items() if not ours(n)], base(e.get("chosen", ""))
-    return min(others) / timed[chosen] if others and chosen in timed else None
-
-
-def cell(text: str, bold: bool) -> str:
-    return f"**{text}**" if bold else text
-
-
-def split(entries: list[dict]) -> list[tuple[list[str], list[dict]]]:
-    """(columns, entries) per table: one for all ops that have the shared impls, one for each op that has others."""
-    impls: dict[str, set[str]] = {}
-    for e in entries:
-        impls.setdefault(e["call"]["op"], set()).update(base(n) for n in e["candidates"])
-    groups: dict[str, list[dict]] = {}
-    for e in entries:
-        groups.setdefault("" if impls[e["call"]["op"]] <= set(SHARED) else e["call"]["op"], []).append(e)
-    found = []
-    for alone, mine in groups.items():
-        names = {n for e in mine for n in times(e)} if alone else set(SHARED)
-        found.append((sorted(names, key=lambda n: (ours(n), SIMPLICITY.index(n))), mine))
-    return found
-
-
-def called(e: dict) -> str:
-    return f"{e['call']['op']} {shape(e)}"
-
-
-def bench(root: Path) -> str:
-    """Every op, shape and mode: each impl's time, the chosen one, how it stands to the others and to the roofline."""
-    parts = []
-    for heading, used, entries in sections(read(root, "bench")):
-        parts.append(f"{heading}; times in ms.")
-        for columns, mine in split(entries):
-            head = ("op", "shape", "mode", *columns, "chosen", "vs best other", "of roofline")
-            parts += [grid(head, [bench_row(e, columns) for e in mine], text=3), *memory(mine, columns)]
-        if notes := [*(f"\\* {line}" for line in proved(entries, called)), *left_out(entries)]:
-            parts.append("\n".join(f"- {line}" for line in notes))
-        parts.append(source(used))
-    return "\n\n".join(parts) or absent("bench")
-
-
-def bench_row(e: dict, columns: list[str]) -> list[str]:
-    timed, r, chosen = times(e), ratio(e), e.get("chosen", "-")
-    smaller = " *" if any(c.get("proved") for c in e["candidates"].values()) else ""
-    cells = [cell(ms(timed.get(n)), n == base(chosen) and n in timed) for n in columns]
-    roof = roofline(e, timed.get(base(chosen)))
-    return [e["call"]["op"], shape(e) + smaller, e["mode"], *cells, chosen, f"{r:.2f}x" if r else "-", roof]
-
-
-def memory(entries: list[dict], columns: list[str]) -> list[str]:
-    """Extra device memory of the ops that are about it: eager mode where it was timed, since more candidates run there."""
-    by_call = {Call(**e["call"]).key: e for e in entries if e["call"]["op"] in MEMORY}  # eager comes last and stays
-    rows = []
-    for e in by_call.values():
-        held = {n: mib for n, name in best(e).items() if (mib := e["candidates"][name].get("peak_mib")) is not None}
-        if held:
-            rows.append((e["call"]["op"], shape(e), *(f"{held[n]:.0f}" if n in held else "-" for n in columns)))
-    if not rows:
-        return []
-    return ["Extra device memory at the highest point of one run, MiB.", grid(("op", "shape", *columns), rows, text=2)]
-
-
-def summary(root: Path) -> str:
-    """Per op: the geometric mean over shapes of chosen against best other, and the worst of them, per mode.
-
-    Calls at another precision than their inputs' are left out: nothing that can be had without whet does what they do.
-    """
-    columns = [text for mode in MODES for text in (f"{mode}: mean", f"{mode}: worst")]
-    parts = []
-    for heading, used, entries in sections(read(root, "bench")):
-        entries = [e for e in entries if not e["call"]["case"].get("precision")]
-        ops = list(dict.fromkeys(e["call"]["op"] for e in entries))
-        rows = [summary_row(op, [e for e in entries if e["call"]["op"] == op]) for op in ops]
-        rows.append(summary_row("all", entries))
-        parts += [f"{heading}.", grid(("op", "shapes", *columns, "whet's kernel chosen"), rows), source(used)]
-    return "\n\n".join(parts) or absent("bench")
-
-
-def summary_row(name: str, entries: list[dict]) -> list[str]:
-    row = [name, str(len({Call(**e["call"]).key for e in entries}))]
-    for mode in MODES:
-        found = [r for e in entries if e["mode"] == mode and (r := ratio(e))]
-        row += [f"{statistics.geometric_mean(found):.2f}x", f"{min(found):.2f}x"] if found else ["-", "-"]
-    return [*row, f"{sum(ours(e.get('chosen', '')) for e in entries)} of {len(entries)}"]
-
-
-def plans(root: Path) -> str:
-    """What `whet optimize` found, one table per record."""
-    parts = []
-    for name, r in read(root, "optimize").items():
-        result = r["measured"]
-        rows = []
-        for p in result["plans"]:
-            timed, chosen = p.get("ms"), p["name"] == result["chosen"]
-            rows.append([cell(t, chosen) for t in (p["name"], verified(p))] + [
-                cell(t, chosen) for t in (
-                    ms(timed), ms(p.get("before_ms")), f"{p['samples_per_s']:.0f}" if timed else "-",
-                    f"{p['speedup']:.2f}x" if timed else "-",
-                    f"{p['peak_mb']:.0f}" if p.get("peak_mb") else "-",
-                )
-            ])
-        tie = " (a tie: the simpler is kept)" if result["tied"] else ""
-        stored = " The plans were read from the lock, not measured again by this command." if result.get("from_lock") else ""
-        parts += [
-            f"{result['target']}, one training step; chosen: {result['chosen']}{tie}. `{result['config']}`.{stored}",
-            grid(("plan", "verified", "step, ms", "baseline beside it, ms", "samples/s", "speed-up", "peak MB"), rows, text=2),
-            source({name: r}),
-        ]
-    return "\n\n".join(parts) or absent("optimize")
-
-
-def verified(plan: dict) -> str:
-    if not plan["ok"]:
-        return f"no: {plan['why']}"
-    return f"yes, {percent(plan['share'])} of the error budget" if "share" in plan else "the baseline"
-
-
-def machine(root: Path) -> str:
-    """What was measured on: GPU, versions, and the measured ceilings that the rooflines refer to."""
-    parts = []
-    for group in by_machine(read(root, "bench") | read(root, "optimize")):
-        m = next(iter(group.values()))["machine"]
-        capability = f", compute capability {m['capability'][0]}.{m['capability'][1]}" if m["capability"] else ""
-        rows = [
-            ("GPU", f"{m['name']}{capability}, {m['sms']} SMs, {m['memory_gib']} GiB, L2 {m['l2_mib']:.0f} MiB"),
-            ("versions", versions(m)),
-        ]
-        with_roof = {name: r for name, r in group.items() if r["measured"].get("ceilings")}
-        for roof in [r["measured"]["ceilings"] for r in with_roof.values()][-1:]:
-            rows.append(("copy, measured", f"{roof['copy_gbs']:.0f} GB/s, bytes read plus bytes written"))
-            rows.append(("matmul, measured", ", ".join(f"{k} {v:.0f} TFLOP/s" for k, v in roof["tflops"].items())))
-        parts += [grid(("", ""), rows, text=2), source(dict(list((with_roof or group).items())[-1:]))]
-    return "\n\n".join(parts) or absent("bench")
-
-
-def listed(tests: list[str]) -> str:
-    """A few tests by name, more by their number in each file."""
-    if len(tests) <= 3:
-        return ", ".join(f"`{test}`" for test in tests)
-    files = [test.partition("::")[0] for test in tests]
-    return ", ".join(f"{files.count(file)} of `{file}`" for file in dict.fromkeys(files))
-
-
-def gpu_tests(root: Path) -> str:
-    """How the tests that need a GPU ended, as `make gpu-test` left it; a failure or a part that did not run is named."""
-    parts = []
-    for name, r in read(root, "gpu").items():
-        found = r["measured"]
-        counts = found["counts"]
-        waiting = f", {counts['not run']:,} did not run" if counts["not run"] else ""
-        others = {short(commit): len(tests) for commit, tests in found.get("at other commits", {}).items()}
-        at = {short(r["commit"]): sum(counts.values()) - sum(others.values())} | others
-        commits = ", ".join(f"`{commit}` ({n:,})" for commit, n in at.items()) if len(at) > 1 else f"`{short(r['commit'])}`"
-        parts.append(
-            f"{counts['passed']:,} GPU tests passed, {counts['failed']:,} failed, {counts['skipped']:,} skipped{waiting} "
-            f"on {r['machine']['name']}, at commit{'s' if len(at) > 1 else ''} {commits}."
-        )
-        notes = {"failed": list(found["failed"]), "failed first, passed when run again": found["passed after failing"]}
-        for test, why in found["skipped"].items():
-            notes.setdefault(f"skipped, {why}", []).append(test)
-        if lines := [f"- {what}: {listed(names)}" for what, names in notes.items() if names]:
-            parts.append("\n".join(lines))
-        parts.append(source({name: r}))
-    return "\n\n".join(parts) or absent("gpu")
-
-
 TABLES: dict[str, Callable[[Path], str]] = {
-    "bench": bench, "summary": summary, "plans": plans, "machine": machine, "gpu-tests": gpu_tests,
+    "bench": bench_tables.bench, "summary": bench_tables.summary, "machine": bench_tables.machine, "plans": run_tables.plans,
+    "gpu-tests": run_tables.gpu_tests, "gpu-counts": run_tables.gpu_counts, **front.TABLES,
     "checks": clinic_tables.checks, "predictions": clinic_tables.predictions, **decode.TABLES,
     "proved": proof_tables.proved, "mutants": proof_tables.mutants,
 }
@@ -304,10 +98,18 @@ def impl_notes(name: str, impl: Impl) -> list[str]:
     return [text for text, true in notes.items() if true]
 
 
+def made_whole(root: Path) -> dict[Path, str]:
+    """The pages of which nothing is written by hand, and the pictures."""
+    docs = root / "docs"
+    pages = {docs / "ops.md": ops_page(discover()), docs / "api.md": api.page(), docs / "results.md": results.page(root)}
+    return pages | pictures.rendered(root)
+
+
 def rendered(root: Path) -> dict[Path, str]:
     """Every page that holds tables, as it should be."""
+    whole = made_whole(root)
     pages = [path for path in (root / "README.md", *sorted((root / "docs").glob("*.md"))) if path.exists()]
-    return {path: fill(path.read_text(), root, path.name) for path in pages} | {root / "docs" / "ops.md": ops_page(discover())}
+    return {path: fill(path.read_text(), root, path.name) for path in pages if path not in whole} | whole
 
 
 def stale(root: Path) -> dict[str, str]:
@@ -318,8 +120,9 @@ def stale(root: Path) -> dict[str, str]:
         if held != wanted:
             old, new = regions(held), regions(wanted)
             tables = [name for name in new if old.get(name) != new[name]]
-            what = f"table {', '.join(tables)} is out of step with records/" if tables else "out of step with whet/ops"
-            found[path.relative_to(root).as_posix()] = what
+            from_code = path.name in ("ops.md", "api.md")
+            what = f"table {', '.join(tables)} is " if tables else ""
+            found[path.relative_to(root).as_posix()] = f"{what}out of step with {'whet/' if from_code else 'records/'}"
     return found
 
 
@@ -336,6 +139,7 @@ def main(argv: list[str] | None = None) -> int:
         if options.check:
             print(f"{name}: {what}; run python -m whet.report.readme")
         else:
+            (options.root / name).parent.mkdir(parents=True, exist_ok=True)
             (options.root / name).write_text(pages[options.root / name])
             print(f"{name}: rewritten")
     return int(options.check and bool(found))

@@ -1,0 +1,194 @@
+"""Pages made whole, the pictures, README's excerpts and small tables; and that CONTRIBUTING's examples do what it says."""
+
+import importlib.util
+import inspect
+import re
+import xml.etree.ElementTree as ET
+from pathlib import Path
+
+import pytest
+import typer
+from test_decode_report import MEASURED
+from test_readme import AFTER, BEFORE, ENTRIES, FOUND, PLANS, TESTED, fenced, record, root, table, write  # noqa: F401
+from typer.testing import CliRunner
+
+import whet
+from whet import models
+from whet.commands import app
+from whet.diagnose.run import Run
+from whet.lock import Lock
+from whet.op import SIMPLICITY, Impl, discover
+from whet.plans import BEFORE as PLAIN
+from whet.plans import best_plan
+from whet.report import api, front, pictures, readme, results
+
+ROOT = Path(__file__).parent.parent
+PICTURES = pytest.mark.parametrize("name", pictures.PICTURES)
+
+
+@pytest.fixture
+def recorded(root):  # noqa: F811
+    write(root, "bench-a.json", record({"entries": ENTRIES}))
+    write(root, "optimize-a.json", record(PLANS))
+    return root
+
+
+@PICTURES
+def test_a_picture_is_in_step_with_its_records_and_shown_in_readme(name):
+    path = ROOT / "docs" / "pictures" / f"{name}.svg"
+    assert path.read_text() == pictures.PICTURES[name](ROOT), "run python -m whet.report.pictures"
+    assert f"](docs/pictures/{name}.svg)" in (ROOT / "README.md").read_text()
+
+
+@PICTURES
+def test_a_picture_is_well_formed_the_same_each_time_and_names_its_record(name, recorded):
+    made = pictures.PICTURES[name](recorded)
+    assert made == pictures.PICTURES[name](recorded)
+    assert ET.fromstring(made).tag.endswith("svg")
+    file = {"plans": "optimize-a", "ops": "bench-a"}[name]
+    assert f"records/{file}.json, commit {'a' * 12}" in made
+
+
+def test_without_a_record_there_is_no_picture(root):  # noqa: F811
+    assert pictures.rendered(root) == {} and pictures.main(["--root", str(root), "--check"]) == 0
+
+
+def test_a_picture_changed_by_hand_is_noticed_and_drawn_anew(recorded, capsys):
+    assert pictures.main(["--root", str(recorded)]) == 0
+    path = recorded / "docs" / "pictures" / "plans.svg"
+    right = path.read_text()
+    path.write_text(right.replace("4.00 ms", "3.00 ms"))
+    for check in (pictures.main, readme.main):
+        assert check(["--root", str(recorded), "--check"]) == 1
+        assert "docs/pictures/plans.svg: out of step with records/" in capsys.readouterr().out
+    pictures.main(["--root", str(recorded)])
+    assert path.read_text() == right and pictures.main(["--root", str(recorded), "--check"]) == 0
+
+
+def test_bars_are_as_long_as_their_times_and_what_failed_has_none(recorded):
+    drawn = ET.fromstring(pictures.plans(recorded))
+    before, after = (float(bar.get("width")) for bar in drawn.iter("{http://www.w3.org/2000/svg}rect"))
+    assert after / before == pytest.approx(AFTER["ms"] / BEFORE["ms"], rel=1e-3)
+
+
+def test_names_in_a_picture_are_escaped(root):  # noqa: F811
+    write(root, "optimize-a.json", record(PLANS | {"target": "a<b>&\"c\" float32"}))
+    assert "a<b>&" in ET.fromstring(pictures.plans(root)).get("aria-label")
+
+
+def test_readme_shows_the_float32_run_however_old_it_is(recorded):
+    newer = PLANS | {"target": "tiny-llama:tiny tf32"}
+    write(recorded, "optimize-b.json", record(newer, at="2031-01-01T00:00:00+00:00"))
+    assert "optimize-a.json" in front.optimize_run(recorded) and "optimize-a.json" in pictures.plans(recorded)
+
+
+def test_an_excerpt_is_what_the_terminal_shows(recorded):
+    text = front.optimize_run(recorded)
+    assert text.startswith("```text\n$ whet bench\nplans for tiny-llama:tiny float32: one training step\n")
+    assert "│ eager + choices " in text and "2.50x" in text and "grad norm is missing" in text
+    write(recorded, "doctor-a.json", record(FOUND))
+    said = "1. it copies [1.000 ms, 25% of the step]\n     a copy\n   fix: Do not (gives back about 1.000 ms)"
+    assert said in front.finding(recorded)
+
+
+def test_small_tables_hold_the_figures_of_the_large_ones(recorded):
+    assert "| rms_norm | 2 | 4.00x (2.00x) | 0.99x (0.99x) | 2 of 3 |" in front.ops(recorded)
+    stock = AFTER | {"name": "eager", "choices": "stock", "ms": 5.0, "share": 0.1}
+    write(recorded, "optimize-a.json", record(PLANS | {"plans": [*PLANS["plans"], stock]}))
+    assert "| tiny-llama:tiny float32 | 10.000 | 5.000 | 4.000 | 2.50x | 1.25x |" in front.steps(recorded)
+    write(recorded, "decode-a.json", record(MEASURED))
+    text = front.decoders(recorded)
+    assert "| qwen3:0.6b, random weights, bfloat16 | 1 | 128 | 33 | - | 667 | 2,500 | 69% |" in text
+    assert text.count("| qwen3:0.6b") == 1, "where no rival was timed there is nothing to compare"
+
+
+def test_results_have_every_table_and_say_where_there_is_no_record(root):  # noqa: F811
+    page = results.page(root)
+    assert page.count("Not measured yet") == len(results.SECTIONS) and not re.search(r"\d+\.\d+x", page)
+    assert re.findall(r"^## (.*)$", page, re.M) == [title for title, _, _ in results.SECTIONS]
+
+
+def test_the_reference_has_every_public_name_op_and_command():
+    page = (ROOT / "docs" / "api.md").read_text()
+    assert page == api.page(), "run python -m whet.report.readme"
+    assert all(f"### whet.{name}\n" in page for name in whet._HOMES)
+    assert all(f"(ops.md#{name})" in page for name in discover())
+    assert all(f"### whet {command.name}\n" in page for command in app.registered_commands)
+
+
+def test_a_signature_is_as_it_is_written():
+    def given(a, b: int = 3, *rest, c: str | None = None, **more) -> dict:
+        """Nothing."""
+
+    assert api.signature("f", given) == "f(a, b: int = 3, *rest, c: str | None = None, **more) -> dict"
+    for module, name in (pair for names in api.GROUPS.values() for pair in names):
+        assert inspect.getdoc(api.found(module, name)), f"{module}.{name} has no docstring"
+
+
+def test_ops_page_is_in_step_and_names_every_op_impl_and_limit():
+    page = (ROOT / "docs" / "ops.md").read_text()
+    assert page == readme.ops_page(discover())
+    for op in discover().values():
+        section = page.partition(f"\n## {op.name}\n")[2].partition("\n## ")[0]
+        assert f"{op.name}(" in section
+        for name, impl in op.impls.items():
+            row = next(line for line in section.splitlines() if line.startswith(f"| {name} |"))
+            assert all(limit in row for limit in impl.limits)
+
+
+def test_a_changed_ops_page_is_noticed(root, capsys):  # noqa: F811
+    table(root, "bench")
+    (root / "docs" / "ops.md").write_text("# Ops\n")
+    assert readme.main(["--root", str(root), "--check"]) == 1
+    assert "docs/ops.md: out of step with whet/" in capsys.readouterr().out
+
+
+def test_the_ops_page_knows_every_impl_and_says_what_it_implies_and_that_it_has_tiles():
+    assert set(readme.IMPLS) == set(SIMPLICITY)
+    notes = readme.impl_notes("triton_fp8", Impl(print, implies={"precision": "fp8"}, tiles=lambda **_: ("a",)))
+    assert notes[0] == "`impl=\"triton_fp8\"` sets `precision='fp8'` unless it is given." and "`triton_fp8@<tile>`" in notes[1]
+    assert readme.impl_notes("triton", Impl(print)) == []
+
+
+def test_gpu_tests_are_counted_and_what_did_not_pass_is_named(root):  # noqa: F811
+    write(root, "gpu-tests.json", record(TESTED))
+    text = table(root, "gpu-tests")
+    counts = f"1,234 GPU tests passed, 1 failed, 5 skipped on Test GPU, at commit `{'a' * 12}`."
+    assert text.startswith(counts) and table(root, "gpu-counts") == f"`make gpu-test` left `records/gpu-tests.json`: {counts}\n"
+    assert "- failed: `tests/test_a.py::test_y`" in text and "run again: `tests/test_b.py::test_z`" in text
+    assert "- skipped, too small: 4 of `tests/test_a.py`" in text and "- skipped, no ncu: `tests/test_b.py::test_w`" in text
+    write(root, "gpu-tests.json", record(TESTED | {"counts": TESTED["counts"] | {"not run": 7}}))
+    assert "5 skipped, 7 did not run on Test GPU" in table(root, "gpu-tests")
+
+
+def example(which: int, name: str, folder: Path):
+    """A module of CONTRIBUTING's examples: an op, a check, a model, a command."""
+    path = folder / f"{name}.py"
+    path.write_text(fenced((ROOT / "CONTRIBUTING.md").read_text(), "python")[which])
+    spec = importlib.util.spec_from_file_location(name, path)
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def test_the_example_check_flags_what_is_planted_and_nothing_else(tmp_path):
+    check = example(1, "float64", tmp_path).CHECK
+    (found,) = check.find(Run(check.planted(), seconds=0.01))
+    assert found.check == check.name == "float64" and found.module == "linear" and found.fix
+    assert not list(check.find(Run(check.clean(), seconds=0.01)))
+
+
+def test_the_example_model_is_optimized_and_every_plan_of_it_verified(tmp_path, monkeypatch):
+    model = example(2, "tiny_mlp", tmp_path).MODEL
+    monkeypatch.setattr(models, "discover", lambda: {model.name: model})
+    result = best_plan("tiny-mlp:tiny", Lock(), seconds=0.01)
+    assert [e["call"]["op"] for e in result["entries"]] == ["rms_norm", "swiglu", "linear_cross_entropy"]
+    assert result["plans"][0]["name"] == PLAIN and all(p["ok"] for p in result["plans"]), result["plans"]
+
+
+def test_the_example_command_runs_and_says_what_was_wrong(tmp_path):
+    made = typer.Typer()
+    made.command("shapes")(example(3, "shapes", tmp_path).command)
+    right, wrong = CliRunner().invoke(made, ["rms_norm"]), CliRunner().invoke(made, ["softmax"])
+    assert right.exit_code == 0 and "4096x384" in right.output
+    assert wrong.exit_code == 2 and "shapes: there is no softmax; there are" in wrong.output

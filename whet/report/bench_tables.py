@@ -1,0 +1,147 @@
+"""Every op's figures: each call and mode in full, a summary by op, and the machine they were measured on."""
+
+import statistics
+from pathlib import Path
+
+from whet.figures import ms
+from whet.op import SIMPLICITY, Call, base, ours
+from whet.report.markdown import (
+    MODES,
+    Records,
+    absent,
+    bold,
+    by_machine,
+    grid,
+    merged,
+    order,
+    read,
+    shape,
+    source,
+    times,
+    versions,
+)
+from whet.report.tables import best, left_out, proved, roofline
+
+SHARED = ("eager", "torch", "compile", "liger", "triton")  # the columns of the common table; an op with others has its own
+MEMORY = ("linear_cross_entropy",)  # ops whose point is memory as much as time
+
+
+def sections(records: Records) -> list[tuple[str, Records, list[dict]]]:
+    """(heading, records used, entries) per machine, dtype and pass, entries in the order of their ops' shapes."""
+    found = []
+    for group in by_machine(records):
+        gpu = next(iter(group.values()))["machine"]["name"]
+        kinds: dict[tuple[str, bool], list[tuple[str, dict]]] = {}
+        for name, e in merged(group):
+            kinds.setdefault((e["call"]["dtype"], e["call"]["grad"]), []).append((name, e))
+        for (dtype, grad), items in kinds.items():
+            heading = f"{gpu}, {dtype}, {'forward and backward' if grad else 'forward'}"
+            used = {name: r for name, r in group.items() if any(name == n for n, _ in items)}
+            found.append((heading, used, sorted((e for _, e in items), key=order)))
+    return found
+
+
+def ratio(e: dict) -> float | None:
+    """Time of the best that can be had without whet, over the time of the chosen. 1 where that best is itself chosen.
+
+    None where there is no such thing: what serves a call at another precision beside whet's kernel is whet's own formula.
+    """
+    timed = {} if e["call"]["case"].get("precision") else times(e)
+    others, chosen = [t for n, t in timed.items() if not ours(n)], base(e.get("chosen", ""))
+    return min(others) / timed[chosen] if others and chosen in timed else None
+
+
+def split(entries: list[dict]) -> list[tuple[list[str], list[dict]]]:
+    """(columns, entries) per table: one for all ops that have the shared impls, one for each op that has others."""
+    impls: dict[str, set[str]] = {}
+    for e in entries:
+        impls.setdefault(e["call"]["op"], set()).update(base(n) for n in e["candidates"])
+    groups: dict[str, list[dict]] = {}
+    for e in entries:
+        groups.setdefault("" if impls[e["call"]["op"]] <= set(SHARED) else e["call"]["op"], []).append(e)
+    found = []
+    for alone, mine in groups.items():
+        names = {n for e in mine for n in times(e)} if alone else set(SHARED)
+        found.append((sorted(names, key=lambda n: (ours(n), SIMPLICITY.index(n))), mine))
+    return found
+
+
+def called(e: dict) -> str:
+    return f"{e['call']['op']} {shape(e)}"
+
+
+def bench(root: Path) -> str:
+    """Every op, shape and mode: each impl's time, the chosen one, how it stands to the others and to the roofline."""
+    parts = []
+    for heading, used, entries in sections(read(root, "bench")):
+        parts.append(f"{heading}; times in ms.")
+        for columns, mine in split(entries):
+            head = ("op", "shape", "mode", *columns, "chosen", "vs best other", "of roofline")
+            parts += [grid(head, [bench_row(e, columns) for e in mine], text=3), *memory(mine, columns)]
+        if notes := [*(f"\\* {line}" for line in proved(entries, called)), *left_out(entries)]:
+            parts.append("\n".join(f"- {line}" for line in notes))
+        parts.append(source(used))
+    return "\n\n".join(parts) or absent("bench")
+
+
+def bench_row(e: dict, columns: list[str]) -> list[str]:
+    timed, r, chosen = times(e), ratio(e), e.get("chosen", "-")
+    smaller = " *" if any(c.get("proved") for c in e["candidates"].values()) else ""
+    cells = [bold(ms(timed.get(n)), n == base(chosen) and n in timed) for n in columns]
+    roof = roofline(e, timed.get(base(chosen)))
+    return [e["call"]["op"], shape(e) + smaller, e["mode"], *cells, chosen, f"{r:.2f}x" if r else "-", roof]
+
+
+def memory(entries: list[dict], columns: list[str]) -> list[str]:
+    """Extra device memory of the ops that are about it: eager mode where it was timed, since more candidates run there."""
+    by_call = {Call(**e["call"]).key: e for e in entries if e["call"]["op"] in MEMORY}  # eager comes last and stays
+    rows = []
+    for e in by_call.values():
+        held = {n: mib for n, name in best(e).items() if (mib := e["candidates"][name].get("peak_mib")) is not None}
+        if held:
+            rows.append((e["call"]["op"], shape(e), *(f"{held[n]:.0f}" if n in held else "-" for n in columns)))
+    if not rows:
+        return []
+    return ["Extra device memory at the highest point of one run, MiB.", grid(("op", "shape", *columns), rows, text=2)]
+
+
+def summary(root: Path) -> str:
+    """Per op: the geometric mean over shapes of chosen against best other, and the worst of them, per mode.
+
+    Calls at another precision than their inputs' are left out: nothing that can be had without whet does what they do.
+    """
+    columns = [text for mode in MODES for text in (f"{mode}: mean", f"{mode}: worst")]
+    parts = []
+    for heading, used, entries in sections(read(root, "bench")):
+        entries = [e for e in entries if not e["call"]["case"].get("precision")]
+        ops = list(dict.fromkeys(e["call"]["op"] for e in entries))
+        rows = [summary_row(op, [e for e in entries if e["call"]["op"] == op]) for op in ops]
+        rows.append(summary_row("all", entries))
+        parts += [f"{heading}.", grid(("op", "shapes", *columns, "whet's kernel chosen"), rows), source(used)]
+    return "\n\n".join(parts) or absent("bench")
+
+
+def summary_row(name: str, entries: list[dict]) -> list[str]:
+    row = [name, str(len({Call(**e["call"]).key for e in entries}))]
+    for mode in MODES:
+        found = [r for e in entries if e["mode"] == mode and (r := ratio(e))]
+        row += [f"{statistics.geometric_mean(found):.2f}x", f"{min(found):.2f}x"] if found else ["-", "-"]
+    return [*row, f"{sum(ours(e.get('chosen', '')) for e in entries)} of {len(entries)}"]
+
+
+def machine(root: Path) -> str:
+    """What was measured on: GPU, versions, and the measured ceilings that the rooflines refer to."""
+    parts = []
+    for group in by_machine(read(root, "bench") | read(root, "optimize")):
+        m = next(iter(group.values()))["machine"]
+        capability = f", compute capability {m['capability'][0]}.{m['capability'][1]}" if m["capability"] else ""
+        rows = [
+            ("GPU", f"{m['name']}{capability}, {m['sms']} SMs, {m['memory_gib']} GiB, L2 {m['l2_mib']:.0f} MiB"),
+            ("versions", versions(m)),
+        ]
+        with_roof = {name: r for name, r in group.items() if r["measured"].get("ceilings")}
+        for roof in [r["measured"]["ceilings"] for r in with_roof.values()][-1:]:
+            rows.append(("copy, measured", f"{roof['copy_gbs']:.0f} GB/s, bytes read plus bytes written"))
+            rows.append(("matmul, measured", ", ".join(f"{k} {v:.0f} TFLOP/s" for k, v in roof["tflops"].items())))
+        parts += [grid(("", ""), rows, text=2), source(dict(list((with_roof or group).items())[-1:]))]
+    return "\n\n".join(parts) or absent("bench")
