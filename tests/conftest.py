@@ -29,7 +29,20 @@ def python(*command: str, interpret: str = "0") -> subprocess.Popen:
     return subprocess.Popen([sys.executable, *command], env=env, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
 
 
-def pytest_collection_modifyitems(items):
+LONGEST = (  # files, by the time they take on two cores
+    "ops", "registered", "cli", "engine", "persistent", "mutants", "optimize", "attention", "prove", "doctor", "inference",
+    "exercises", "tune", "bad_candidates", "attention_fp8", "decode_kernels", "diagnose",
+)
+
+
+def pytest_collection_modifyitems(config, items):
+    """Workers take files in this order: the longest first, so that none has one left to itself at the end."""
+    from compiling import needs_rows  # here, since pytest rewrites the asserts of a plugin that is not imported yet
+
+    rank = {f"test_{name}": i for i, name in enumerate(LONGEST)}
+    if hasattr(config, "workerinput"):
+        waiting = {item.path for item in items if needs_rows(item)}
+        items.sort(key=lambda item: (item.path in waiting, rank.get(item.path.stem, len(rank))))
     if DEVICE == "cpu":
         for item in items:
             if item.get_closest_marker("gpu"):
