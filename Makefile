@@ -2,6 +2,7 @@
 PYTHON ?= python3
 VENV   ?= .venv
 BIN    := $(VENV)/bin
+JOBS   ?= 2
 
 .PHONY: run test check gpu-test mutants records smollm2 setup clean
 
@@ -9,8 +10,9 @@ run: setup
 	@echo "optimizing tiny-llama:small; about five minutes on two CPU cores, progress is shown on a terminal"
 	$(BIN)/whet optimize tiny-llama:small
 
+# A file's tests stay in one worker, since they share what is slow to make; the longest files first. JOBS=0: all in one process.
 test: setup
-	$(BIN)/python -m pytest
+	$(BIN)/python -m pytest -n $(JOBS) --dist loadfile --no-loadscope-reorder --durations=15
 
 check: setup
 	$(BIN)/ruff check whet tests exercises examples

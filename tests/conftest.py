@@ -1,13 +1,12 @@
 """What every test shares. Without a GPU, kernels run in Triton's interpreter: that must be said before Triton is imported."""
 
 import contextlib
-import json
 import os
 import subprocess
 import sys
 from pathlib import Path
 
-os.environ.setdefault("OMP_NUM_THREADS", "1")  # the other core compiles kernels; threads that wait for it only spin
+os.environ.setdefault("OMP_NUM_THREADS", "1")  # another worker has the other core; threads that wait for it only spin
 
 import torch  # noqa: E402
 
@@ -20,10 +19,8 @@ from recording import pytest_addoption, pytest_configure  # noqa: E402, F401
 from whet.op import DTYPES, Op, discover, tensors  # noqa: E402
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
-
-
 ROOT = Path(__file__).parent.parent
-COMPILING = pytest.StashKey[subprocess.Popen]()
+pytest_plugins = ("compiling", "sharing")
 
 
 def python(*command: str, interpret: str = "0") -> subprocess.Popen:
@@ -32,30 +29,24 @@ def python(*command: str, interpret: str = "0") -> subprocess.Popen:
     return subprocess.Popen([sys.executable, *command], env=env, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
 
 
+LONGEST = (  # files, by the time they take on two cores
+    "ops", "registered", "cli", "engine", "persistent", "mutants", "optimize", "attention", "prove", "doctor", "inference",
+    "exercises", "tune", "bad_candidates", "attention_fp8", "decode_kernels", "diagnose",
+)
+
+
 def pytest_collection_modifyitems(config, items):
-    """Kernels are compiled ahead of time beside the other tests, which leave a core idle; what reads the result comes last."""
-    late = [item for item in items if "compiled_rows" in item.fixturenames]
-    if late and not config.option.collectonly:
-        items[:] = [item for item in items if item not in late] + late
-        config.stash[COMPILING] = python("-m", "whet.aot", "--json")
+    """Workers take files in this order: the longest first, so that none has one left to itself at the end."""
+    from compiling import needs_rows  # here, since pytest rewrites the asserts of a plugin that is not imported yet
+
+    rank = {f"test_{name}": i for i, name in enumerate(LONGEST)}
+    if hasattr(config, "workerinput"):
+        waiting = {item.path for item in items if needs_rows(item)}
+        items.sort(key=lambda item: (item.path in waiting, rank.get(item.path.stem, len(rank))))
     if DEVICE == "cpu":
         for item in items:
             if item.get_closest_marker("gpu"):
                 item.add_marker(pytest.mark.skip(reason="needs a GPU, and this machine has none"))
-
-
-def pytest_sessionfinish(session):
-    if COMPILING in session.config.stash:
-        session.config.stash[COMPILING].kill()
-
-
-@pytest.fixture(scope="session")
-def compiled_rows(request) -> list[dict]:
-    """The rows of `python -m whet.aot`: every kernel on every target."""
-    text = request.config.stash[COMPILING].communicate()[0]
-    lines = [line for line in text.splitlines() if line.startswith("[{")]
-    assert lines, text
-    return json.loads(lines[-1])
 
 
 @pytest.fixture

@@ -153,7 +153,8 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    if config.option.record and not config.option.collectonly:
+    worker = hasattr(config, "workerinput")  # of pytest-xdist, whose controller hears of every test
+    if config.option.record and not config.option.collectonly and not worker:
         arguments = " ".join(str(a) for a in config.invocation_params.args).replace(f"{config.rootpath}/", "")
         path = config.invocation_params.dir / config.option.record
         made = Recording(path, f"python -m pytest {arguments}", config.rootpath, config.option.record_onto_earlier)

@@ -10,7 +10,8 @@ from pathlib import Path
 import planted_bad
 import pytest
 import torch
-from conftest import COMPILING, every_op, first_case, without
+from compiling import COMPILING
+from conftest import every_op, first_case, without
 
 import whet.tune
 import whet.worker
@@ -147,8 +148,8 @@ def test_a_hang_beside_others_is_final_and_a_failure_gets_a_turn_alone(monkeypat
 @pytest.fixture(autouse=True)
 def compilers_apart(request, monkeypatch):
     """Kernels are compiled beside the tests, by processes that come and go: what those start is nobody's leftover."""
-    beside = request.config.stash.get(COMPILING, None)
-    if beside is not None:
+    job = request.config.stash.get(COMPILING, None)
+    if job is not None and (beside := job.process) is not None:
         descendants = isolation.descendants
         monkeypatch.setattr(isolation, "descendants", lambda pid: [] if pid == beside.pid else descendants(pid))
 

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from conftest import without
 
 from whet.choices import Choices, Recorder, use
 from whet.lock import FORMAT, Lock
@@ -24,6 +25,14 @@ def entry(lock: Lock) -> dict:
     return lock.calls[f"{CALL.key} @ eager"]
 
 
+@pytest.fixture
+def two():
+    """eager and torch, which is the planted one: what the child has."""
+    with without(*(set(discover()["rms_norm"].impls) - {"eager", "torch"})):
+        yield
+
+
+@pytest.mark.usefixtures("two")
 def test_results_are_saved_and_a_second_run_starts_no_process(tmp_path, monkeypatch):
     monkeypatch.setenv("WHET_PLANT", "wrong")
     path = tmp_path / "whet.lock"
@@ -52,7 +61,8 @@ tune([(call, 1)], Lock.read({str(path)!r}), modes=("eager",), preload={PLANTED!r
     child.wait()
     kept = entry(Lock.read(path))
     assert kept["candidates"]["eager"]["ok"] and "torch" not in kept["candidates"] and "chosen" not in kept
-    tune([(CALL, 1)], Lock.read(path), modes=("eager",), seconds=0.01)
+    with without("compile", "liger"):
+        tune([(CALL, 1)], Lock.read(path), modes=("eager",), seconds=0.01)
     assert entry(Lock.read(path))["chosen"] in SIMPLICITY
 
 
@@ -123,6 +133,7 @@ def test_rank_zero_decides_and_the_others_follow(tmp_path):
     assert first == second == {CALL.key: "torch"}
 
 
+@pytest.mark.usefixtures("two", "fresh_children")
 def test_the_child_is_the_whet_that_runs_here_whatever_the_folder_holds(tmp_path, monkeypatch):
     (tmp_path / "whet").mkdir()  # as in the parent of a clone
     monkeypatch.chdir(tmp_path)
