@@ -163,7 +163,7 @@ def find(run: Run):
         mine = None if cost is None else cost * len(w.events) / total
         ops = collections.Counter(f"{e.op} {e.phase}" for _, e in w.events)
         seen = [f"{w.line or 'backward'}: {op}, {n} a step, of {on(w, op)}" for op, n in ops.items()]
-        idle = "on a CPU nothing waits, so its cost is not known here" if mine is None else (
+        idle = "on a CPU nothing waits, so its cost is not known here" if cost is None else (
             f"the GPU idles {figure(cost)} ms{run.share(cost)} after {run.profile.syncs} waits"
         )
         yield Finding(
