@@ -100,7 +100,8 @@ def test_a_script_that_changes_folder_grad_mode_and_prints_from_a_child_leaves_n
 
 
 @pytest.mark.parametrize("body, words", [
-    ("raise ValueError('one\\ntwo')", "ValueError: one$"), ("import sys; sys.exit('no data')", "SystemExit: no data$"),
+    ("raise ValueError('one\\ntwo')", r"ValueError: one \(at train.py:1\)$"),
+    ("import sys; sys.exit('no data')", "SystemExit: no data$"),
     ("from argparse import *\np = ArgumentParser()\np.add_argument('--data', required=True)\np.parse_args()", "--data"),
     ("def f(:", "SyntaxError"),
 ])

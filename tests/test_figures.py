@@ -19,7 +19,7 @@ def test_a_share_under_one_percent_is_not_nothing(share, written):
     assert percent(share) == written
 
 
-@pytest.mark.parametrize("value, written", [(0.0, "0"), (1e-13, "0"), (None, "-"), (0.0123, "0.0123"), (1234.5, "1,234.5")])
+@pytest.mark.parametrize("value, written", [(0.0, "0"), (1e-13, "0"), (None, "-"), (0.0123, "0.0123"), (1234.5, "1234.5")])
 def test_a_time_of_nothing_is_a_plain_zero_in_the_terminal_and_on_the_page(value, written):
     assert ms(value) == written
     if value is not None and value < 1e-4:

@@ -24,4 +24,4 @@ def ms(value: float | None) -> str:
         return "-"
     if value < SMALLEST:
         return "0"
-    return f"{value:.4f}" if value < 1 else f"{value:.3f}" if value < 100 else f"{value:,.1f}"
+    return f"{value:.4f}" if value < 1 else f"{value:.3f}" if value < 100 else f"{value:.1f}"

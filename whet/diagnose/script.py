@@ -5,6 +5,7 @@ Nothing of the script is changed. What it prints is kept aside.
 
 import contextlib
 import io
+import itertools
 import os
 import runpy
 import sys
@@ -21,10 +22,13 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from whet.diagnose.modules import tensors_in
 from whet.diagnose.target import CannotRun, Target, at_home, raised, raised_at
+from whet.diagnose.watch import state_of
 from whet.measure import now
 from whet.workload import find_loss
 
 CLOCKS = ("time", "perf_counter", "monotonic", "time_ns", "perf_counter_ns", "monotonic_ns")
+LOOKED = 16  # backwards of a script at most between which it is looked at whether gradients are cleared
+SAMPLED = 2  # parameters of an optimizer that stand for the others
 PROBED = 3  # how often a line is waited for, to learn how much work its reading missed
 
 
@@ -40,6 +44,28 @@ class Reading:
 
 
 @dataclass
+class Clearing:
+    """Whether gradients are cleared between the steps of one optimizer."""
+
+    line: str  # where its step is called
+    sample: list[torch.Tensor]  # parameters whose gradient was not zero when it last stepped
+    rounds: int = 0  # pairs of steps with a backward between them
+    kept: int = 0  # of these, in how many the gradients were there whenever a backward began
+    backwards: int = 0  # since the last step
+    cleared: bool = False
+
+    def stepped(self, sample: list[torch.Tensor]) -> None:
+        if self.backwards and self.sample:
+            self.rounds += 1
+            self.kept += not self.cleared
+        self.sample, self.backwards, self.cleared = sample, 0, False
+
+    def backward(self) -> None:
+        self.backwards += 1
+        self.cleared = self.cleared or any(state_of(p.grad) in ("none", "zero") for p in self.sample)
+
+
+@dataclass
 class Script:
     path: Path
     readings: dict[str, Reading] = field(default_factory=dict)
@@ -49,6 +75,8 @@ class Script:
     replays: int = 0  # of CUDA graphs: such a script's launches are one
     seconds: float = 0.0
     printed: str = ""
+    optimizers: list[torch.optim.Optimizer] = field(default_factory=list)  # those that stepped
+    clearing: dict[str, Clearing] = field(default_factory=dict)  # by the optimizer's class, numbered where there are several
 
 
 @dataclass
@@ -91,7 +119,7 @@ class Watcher:
         self.folder = str(path.resolve().parent)
         self.calls: list[Call] = []  # up to the first backward
         self.first: Call | None = None
-        self.optimizers: dict[torch.optim.Optimizer, None] = {}
+        self.optimizers: dict[torch.optim.Optimizer, Clearing] = {}
         self.depth = 0
         self.loss = 0.0  # of the backward that is going on
         self.scaled: tuple[Any, Any] = (None, None)  # what a GradScaler made last, and of what
@@ -140,6 +168,8 @@ class Watcher:
     def backward(self, run: Callable) -> Callable:
         def backward(tensor, *args, **kwargs):
             self.script.steps += 1
+            for seen in self.optimizers.values() if self.script.steps <= LOOKED else ():
+                seen.backward()
             loss = self.scaled[1] if tensor is self.scaled[0] else tensor
             if loss.dim() == 0 and len(self.script.losses) < 3:
                 self.loss = float(loss.detach())
@@ -166,7 +196,24 @@ class Watcher:
         return replay
 
     def stepped(self, optimizer, *_) -> None:
-        self.optimizers.setdefault(optimizer)
+        if optimizer not in self.optimizers:
+            self.optimizers[optimizer] = seen = Clearing(self.line(), [])
+            name = type(optimizer).__name__
+            again = sum(known.split(" ")[0] == name for known in self.script.clearing)
+            self.script.clearing[f"{name} {again + 1}" if again else name] = seen
+            self.script.optimizers.append(optimizer)
+        if self.script.steps <= LOOKED:
+            given = (p for group in optimizer.param_groups for p in group["params"] if state_of(p.grad) == "ok")
+            self.optimizers[optimizer].stepped(list(itertools.islice(given, SAMPLED)))
+
+    def line(self) -> str:
+        """The innermost line of the script's own folder."""
+        frame = sys._getframe(1)
+        while frame is not None:
+            if os.path.realpath(frame.f_code.co_filename).startswith(self.folder):
+                return f"{Path(frame.f_code.co_filename).name}:{frame.f_lineno}"
+            frame = frame.f_back  # type: ignore[assignment]
+        return ""
 
     def chosen(self) -> Call | None:
         """The largest model that a gradient came back to; of a script that trains none, the first it called."""
