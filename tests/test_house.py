@@ -15,7 +15,7 @@ ORDER = [
     "worker", "tune", "proofs", "models", "decode", "diagnose", "report", "plans", "autoselect", "exercise",
     "commands", "__main__",
 ]
-FILE_LINES, FUNCTION_LINES, PACKAGE_LINES = 400, 50, 27000
+FILE_LINES, FUNCTION_LINES, PACKAGE_LINES = 400, 50, 27100
 
 
 def tracked() -> list[Path]:
