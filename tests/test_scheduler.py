@@ -69,3 +69,16 @@ def test_without_a_gpu_the_first_token_is_given_before_another_is_made(monkeypat
 def test_where_nothing_repeats_no_share_of_drafts_is_told():
     done = small_llm(speculate="ngram").generate("abc", max_new_tokens=2)
     assert done.accepted is None and done.speculation == "on"
+
+
+@pytest.mark.skipif(DEVICE != "cpu", reason="a GPU's steps are captured and read no position")
+def test_on_a_cpu_one_row_is_extended_and_gives_what_steps_give(monkeypatch):
+    fast, plain = small_llm(), small_llm()
+    plain.runner.extends = False
+    asked = []
+    real = fast.model.extend
+    monkeypatch.setattr(fast.model, "extend", lambda *given, start=None: asked.append(start) or real(*given, start=start))
+    wanted = plain.generate("hello", max_new_tokens=12)
+    assert fast.generate("hello", max_new_tokens=12).tokens == wanted.tokens
+    assert asked[-11:] == list(range(5, 16)), "each step at its own position"
+    assert not small_llm(speculate="ngram").runner.extends, "drafts are checked by step"

@@ -40,6 +40,16 @@ def test_generate_json_has_every_figure_and_the_tokens_are_those_of_the_engine()
     assert told["prompt_tokens"] == 3 and told["reason"] == "length" and told["floor_share"] is None
 
 
+def test_weights_have_the_dtype_that_is_asked_for(monkeypatch):
+    opened = []
+    keeping = lambda *given, **how: opened.append(how["dtype"]) or open_model(*given, **how)  # noqa: E731
+    monkeypatch.setattr("whet.decode.engine.open_model", keeping)
+    for options in ((), ("--dtype", "bfloat16")):
+        common = ("--random-weights", "qwen3:tiny", "--max-new-tokens", "2", "--device", "cpu")
+        assert invoke("generate", "5 6", *common, *options).exit_code == 0
+    assert opened == ["auto", "bfloat16"]
+
+
 def test_a_folder_is_the_model_and_its_weights_are_the_ones_that_were_saved(tmp_path):
     model = made()
     rivals.save_hf(model, tmp_path / "model")
@@ -112,6 +122,7 @@ WRONG = {
     "vocabulary": ("generate '9999' --random-weights qwen3:tiny", "from 0 to 1023, the vocabulary, got 9999"),
     "chat": ("generate hello --random-weights qwen3:tiny --chat", "no chat template"),
     "device": ("generate hello --random-weights qwen3:tiny --device moon", "device must be auto, cpu or cuda, got 'moon'"),
+    "dtype": ("generate hello --random-weights qwen3:tiny --dtype int8", "dtype must be auto, bfloat16, float16, float32, got"),
     "persistent": (
         "generate hello --random-weights qwen3:tiny --path persistent --device cpu",
         "path='persistent' does not fit: it is for CUDA GPUs, got cpu; use path='auto' or 'graph'",

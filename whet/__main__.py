@@ -4,6 +4,7 @@ and so does a standard output that is closed or full."""
 import io
 import os
 import sys
+from typing import Any
 
 
 class Output(io.FileIO):
@@ -36,7 +37,7 @@ def main() -> None:
 def with_output(command) -> None:
     """Run it. A standard output that fails is one line, and none where its reader, `head` say, has had enough; exit code 1."""
     output, before = Output(sys.stdout.fileno(), "w", closefd=False), sys.stdout
-    how: dict = dict(encoding=before.encoding, errors=before.errors, line_buffering=before.line_buffering)
+    how: dict[str, Any] = dict(encoding=before.encoding, errors=before.errors, line_buffering=output.isatty())
     sys.stdout = stdout = io.TextIOWrapper(io.BufferedWriter(output), **how)
     try:
         try:

@@ -52,8 +52,8 @@ class Choices:
             others = {known.get("rival"): known.get("vs_rival")} | {"eager": known.get("vs_eager")}
             versus = ", ".join(f"{over:.2f}x {name}" for name, over in others.items() if over and name != impl)
             ms = f"{known['ms']:.4f}" if known.get("ms") else "-"
-            name, _, call = key.partition(" ")
-            lines.append((name, call, impl, ms, versus or "-"))
+            op, _, call = key.partition(" ")
+            lines.append((op, call, impl, ms, versus or "-"))
         if len(lines) == 1:
             return repr(self)
         widths = [max(map(len, column)) for column in zip(*lines)]

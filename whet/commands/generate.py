@@ -22,6 +22,9 @@ Seed = Annotated[int, option("The same seed draws the same text (default 0).", s
 Quant = Annotated[str | None, option("int8, int4 or fp8: weights made smaller at load (default: as they are).")]
 Speculate = Annotated[str | None, option("ngram: guess from the text so far; the tokens stay the same (default: off).")]
 How = Annotated[str, option("auto, graph or persistent: how greedy tokens are decoded (default auto).", "--path")]
+Weights = Annotated[str, option(
+    "bfloat16, float16 or float32 (default auto: float32 on a CPU, bfloat16 on a GPU).", "--dtype", show_default=False,
+)]
 RandomWeights = Annotated[str | None, option("qwen3:0.6b, say, in place of MODEL (default: none).")]
 Chat = Annotated[bool | None, option("By the model's chat template or not (default: if it has one).", "--chat/--raw")]
 IgnoreEos = Annotated[bool, option("Go on past the model's end tokens (default off).", "--ignore-eos")]
@@ -123,8 +126,8 @@ class Telling:
 def command(
     words: Words = None, max_new_tokens: MaxNew = 256, temperature: Temperature = 0.0, top_k: TopK = 0, top_p: TopP = 1.0,
     seed: Seed = 0, quant: Quant = None, speculate: Speculate = None, path: How = "auto",
-    random_weights: RandomWeights = None, chat: Chat = None, ignore_eos: IgnoreEos = False, verify: Verify = True,
-    device: Device = "auto", as_json: Json = False,
+    dtype: Weights = "auto", random_weights: RandomWeights = None, chat: Chat = None, ignore_eos: IgnoreEos = False,
+    verify: Verify = True, device: Device = "auto", as_json: Json = False,
 ):
     """Text from a prompt as it comes, then tokens/s, seconds to the first token, and the share of the bandwidth floor.
 
@@ -143,7 +146,7 @@ def command(
         Options(**options)
         if speculate is not None and temperature > 0:
             raise ValueError(f"generate: --speculate needs temperature 0, got {temperature}; leave out --speculate")
-        how: dict[str, Any] = dict(quant=quant, speculate=speculate, path=path, random_weights=random_weights)
+        how: dict[str, Any] = dict(dtype=dtype, quant=quant, speculate=speculate, path=path, random_weights=random_weights)
         with progress_bar(not as_json) as progress:
             llm = LLM(model, device=device, max_batch=1, verify=verify, progress=progress, **how)
         telling = Telling(began, measure.since_start() - began, not as_json)

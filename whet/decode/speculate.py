@@ -50,6 +50,7 @@ class Speculator:
 
     def __init__(self, runner: DecodeRunner):
         self.runner = runner
+        runner.extends = False
         if runner.device.type == "cuda":
             runner.one_pass = batch_invariant_in_one_pass(runner.model)
         self.history = torch.zeros(0, dtype=torch.int64, device=runner.device)
