@@ -214,8 +214,8 @@ ROPE = dict(B=2, T=3, H=4, KV=2, D=16, S=12, start=5)
 PLAIN = dict(B=2, H=4, KV=2, D=16, S=40, T=3, at=30)
 MUTANTS = [
     ("norm_linear", dict(M=2, K=64, N=9, quant="int8"), "scale ignored", "dense(w, scale, x.dtype)", "w.to(x.dtype)"),
-    ("norm_linear", dict(M=2, K=64, N=9), "weights of the norm forgotten", " * norm.to(wide)", ""),
-    ("norm_linear", dict(M=2, K=64, N=9), "norm by the sum, not the mean", ".mean(-1", ".sum(-1"),
+    ("norm_linear", dict(M=2, K=64, N=9), "weights of the norm forgotten", "r(rms_norm(x, norm", "r(rms_norm(x, 1 + 0 * norm"),
+    ("norm_linear", dict(M=2, K=64, N=9), "norm by the sum, not the mean", "norm(x, norm, eps)", "norm(x, norm, eps) / 8"),
     ("norm_linear", dict(M=2, K=64, N=9, bias=True), "bias forgotten", ", bias)\n", ")\n"),
     ("norm_swiglu", dict(M=2, K=64, F=9), "gate and up swapped", "gate, up =", "up, gate ="),
     ("norm_swiglu", dict(M=2, K=64, F=9), "silu forgotten", " * torch.sigmoid(gate)", ""),
@@ -232,14 +232,14 @@ MUTANTS = [
      "F.linear(x, dense(w, scale, x.dtype)).to(torch.promote_types(x.dtype, torch.float32))"),
     ("cached_attention", PLAIN, "key written one late", " k_cache[row, head, at", " k_cache[row, head, 1 + at"),
     ("cached_attention", PLAIN, "value not written", ", v_cache[row, head, at[:, None]] = k, v", " = k"),
-    ("cached_attention", PLAIN, "key left as it came", "cos[at], sin[at]) for t", "cos[at], sin[at]) if t is q else t for t"),
-    ("cached_attention", PLAIN, "query and key norm forgotten", "_normed(t, w, eps)", "t"),
+    ("cached_attention", PLAIN, "key left as it came", "q, k = rope(", "q, _ = rope("),
+    ("cached_attention", PLAIN, "query and key norm forgotten", "t if w is None else rms_norm(t, w, eps)", "t"),
     ("cached_attention", PLAIN, "norms swapped", "((q, q_norm), (k, k_norm))", "((q, k_norm), (k, q_norm))"),
     ("cached_attention", PLAIN, "a key too many", "j <= at[..., None]", "j <= at[..., None] + 1"),
     ("cached_attention", PLAIN, "a key too few", "j <= at[..., None]", "(j < at[..., None]) | (at[..., None] == 0)"),
     ("cached_attention", PLAIN | dict(window=3), "a key too many in the window", "(window or", "(window + 1 or"),
     ("cached_attention", PLAIN, "heads in another order", ".repeat_interleave(q.shape[1] // KV, dim=1)", ".repeat(1, 2, 1, 1)"),
-    ("cached_attention", PLAIN, "turned by the position before", "cos[at], sin[at]", "cos[at - 1], sin[at - 1]"),
+    ("cached_attention", PLAIN, "turned by the position before", "cos, sin, at)", "cos, sin, at - 1)"),
 ]
 
 

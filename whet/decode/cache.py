@@ -88,7 +88,7 @@ class Cache:
         if tokens <= self.longest:
             return
         if self.limit < self.max_tokens:
-            size = f"{self.memory / 2**20:.0f} MiB at {self.bytes_per_token} bytes a token"
+            size = f"{self.memory / 2**20:,.0f} MiB at {self.bytes_per_token} bytes a token"
             raise ValueError(f"cache: {tokens} tokens do not fit; {self.longest} would ({size}): give it more memory")
         raise ValueError(f"cache: {tokens} tokens do not fit; {self.longest} would: that is the longest context")
 
@@ -141,5 +141,5 @@ class Cache:
             self.drop()
             if not isinstance(e, torch.OutOfMemoryError):
                 raise
-            what = f"{rows} rows of {tokens} tokens ({2 * new_bytes / 2**20:.0f} MiB)"
+            what = f"{rows} rows of {tokens} tokens ({2 * new_bytes / 2**20:,.0f} MiB)"
             raise ValueError(f"cache: there is no memory for {what}; lower memory or max_batch") from None

@@ -282,7 +282,7 @@ class LLM:
         if bad := [t for t in tokens if isinstance(t, bool) or not isinstance(t, int) or not 0 <= t < vocab]:
             raise ValueError(f"tokens must be whole numbers from 0 to {vocab - 1}, the vocabulary, got {bad[0]!r}")
         if len(tokens) >= longest:
-            held = "the context" if longest == self.cache.max_tokens else f"{self.cache.memory / 2**20:.0f} MiB of memory"
+            held = "the context" if longest == self.cache.max_tokens else f"{self.cache.memory / 2**20:,.0f} MiB of memory"
             raise ValueError(f"the prompt has {len(tokens)} tokens and {longest - 1} would fit: {held} is {longest} tokens")
         drafts = self.server.speculator is not None
         if drafts and options.temperature > 0:

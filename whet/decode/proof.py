@@ -31,6 +31,7 @@ from whet.ops._pdl import pdl
 from whet.ops._rows import power_of_two
 from whet.ops._weights import dense
 from whet.ops.cached_attention import MOST, SPAN
+from whet.ops.rms_norm import reference as rms_norm
 from whet.verify import VALUE_FACTOR, Verdict, judge, verify
 
 FORMATS: dict[str, tuple[torch.dtype, str | None]] = {  # of weights: the dtype of all else, and how they are quantised
@@ -265,8 +266,7 @@ def pointing(model: Qwen3, places: Sequence[int], family: str) -> torch.Tensor:
 def logits_of(model: Qwen3, x: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     """By the formula of norm_argmax's reference, the head widened block by block."""
     wide, w = torch.promote_types(dtype, torch.float32), model.head
-    u, norm = x.to(wide), model.norm.to(wide)
-    y = (u * torch.rsqrt(u.square().mean(-1, keepdim=True) + model.c.eps) * norm).to(dtype)
+    y = rms_norm(x.to(dtype), model.norm, model.c.eps)
     blocks = [slice(i, i + VOCAB_BLOCK) for i in range(0, w.data.shape[0], VOCAB_BLOCK)]
     stored = ((w.data[b], None if w.scale is None else w.scale[b].to(wide)) for b in blocks)
     return torch.cat([torch.nn.functional.linear(y, dense(data, scale, dtype)) for data, scale in stored], 1).double()

@@ -6,6 +6,8 @@ from typing import Any
 
 import torch
 
+from whet.ops import _rotary
+
 SCALINGS = ("default", "linear", "llama3", "yarn", "divisors")  # the last one is GGUF's: a number for each pair
 
 
@@ -15,14 +17,13 @@ def scaling_of(rope: Mapping[str, Any] | None) -> str:
 
 def tables(P: int, D: int, theta: float, scaling: Mapping[str, Any] | None, device=None) -> tuple[torch.Tensor, torch.Tensor]:
     """cos and sin of every position and pair, two float32 tables (P, D/2); angles in float64, rounded once."""
-    per_position, factor = frequencies(D, theta, scaling)
-    angle = torch.outer(torch.arange(P, dtype=torch.float64, device=device), per_position.to(device))
-    return (angle.cos() * factor).float(), (angle.sin() * factor).float()
+    radians, factor = frequencies(D, theta, scaling)
+    return _rotary.tables_of(P, radians.to(device), factor)
 
 
 def frequencies(D: int, theta: float, scaling: Mapping[str, Any] | None) -> tuple[torch.Tensor, float]:
     """Radians per position of each pair, float64, and the factor on cos and sin: the config's theta and scaling."""
-    base = theta ** -(torch.arange(0, D, 2, dtype=torch.float64) / D)
+    base = _rotary.frequencies(D, theta)
     rope, kind = scaling or {}, scaling_of(scaling)
     if kind == "default":
         return base, 1.0

@@ -7,6 +7,7 @@ import triton.language as tl
 
 from whet.op import Cost, Impl, Op, error, floating, lay, layout_of, nbytes, rows, same_device
 from whet.ops._rows import KERNEL_DTYPES, ROW_LIMITS, bwd_tile, cdiv, column_sum, programs, row_refused, tile, unit_rows
+from whet.ops.rms_norm import reference as rms_norm
 from whet.parts import row_pieces
 from whet.torch_ops import Fused
 from whet.values import families
@@ -15,10 +16,7 @@ from whet.values import families
 def reference(x, res, w, eps=1e-6):
     """h = x + res, rounded;  y = h * rsqrt(mean(h^2) + eps) * w, over the last dimension, wide inside.  Returns (y, h)."""
     h = x + res
-    wide = torch.promote_types(h.dtype, torch.float32)
-    u = h.to(wide)
-    rstd = torch.rsqrt(u.square().mean(-1, keepdim=True) + eps)
-    return (u * rstd * w.to(wide)).to(h.dtype), h
+    return rms_norm(h, w, eps), h
 
 
 def inputs(dtype, device, M, N, layout="contiguous", w_dtype=None, res_dtype=None, w_layout="contiguous"):

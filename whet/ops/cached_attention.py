@@ -8,8 +8,11 @@ from whet.op import Cost, Impl, Op, error, lay, layout_of, nbytes
 from whet.ops._cached import check_caches, check_tables, layout_refused, tensors_refused
 from whet.ops._gemv import few
 from whet.ops._pdl import pdl_options
+from whet.ops._rotary import tables
 from whet.ops._split_kv import _combine_kernel, _split_kv_kernel
 from whet.ops.attention.common import LOG2E
+from whet.ops.rms_norm import reference as rms_norm
+from whet.ops.rope import reference as rope
 from whet.torch_ops import Forward
 from whet.values import changed, families
 
@@ -31,28 +34,15 @@ def reference(qkv, k_cache, v_cache, positions, cos, sin, q_norm=None, k_norm=No
     (B, T, _), (KV, S, D) = qkv.shape, k_cache.shape[1:]
     q, k, v = qkv.unflatten(-1, (-1, D)).transpose(1, 2).split([qkv.shape[-1] // D - 2 * KV, KV, KV], dim=1)
     at = positions[:, None] + torch.arange(T, device=qkv.device)
-    q, k = (_rotated(_normed(t, w, eps), cos[at], sin[at]) for t, w in ((q, q_norm), (k, k_norm)))
+    q, k = (t if w is None else rms_norm(t, w, eps) for t, w in ((q, q_norm), (k, k_norm)))
+    q, k = rope(q, k, cos, sin, at)
     row, head = torch.arange(B, device=qkv.device)[:, None, None], torch.arange(KV, device=qkv.device)[:, None]
     k_cache[row, head, at[:, None]], v_cache[row, head, at[:, None]] = k, v
-    wide = torch.promote_types(q.dtype, torch.float32)
+    wide, j = torch.promote_types(q.dtype, torch.float32), torch.arange(S, device=qkv.device)
     keys, values = (c.to(wide).repeat_interleave(q.shape[1] // KV, dim=1) for c in (k_cache, v_cache))
-    j = torch.arange(S, device=qkv.device)
     seen = (j <= at[..., None]) & (j > at[..., None] - (window or S + 1))
     weights = (q.to(wide) @ keys.transpose(-1, -2) * D**-0.5).masked_fill(~seen[:, None], float("-inf")).softmax(-1)
     return (weights @ values.masked_fill(~seen.any(1)[:, None, :, None], 0.0)).to(qkv.dtype).transpose(1, 2).flatten(2)
-
-
-def _normed(t, w, eps):
-    wide = torch.promote_types(t.dtype, torch.float32)
-    u = t.to(wide)
-    return t if w is None else (u * torch.rsqrt(u.square().mean(-1, keepdim=True) + eps) * w.to(wide)).to(t.dtype)
-
-
-def _rotated(t, cos, sin):
-    wide = torch.promote_types(t.dtype, torch.float32)
-    a, b = t.to(wide).chunk(2, -1)
-    c, s = cos.to(wide)[:, None], sin.to(wide)[:, None]
-    return torch.cat([a * c - b * s, b * c + a * s], dim=-1).to(t.dtype)
 
 
 def inputs(dtype, device, B, H, KV, D, S, T=1, at=None, norms=True, window=0, layout="contiguous"):
@@ -63,11 +53,11 @@ def inputs(dtype, device, B, H, KV, D, S, T=1, at=None, norms=True, window=0, la
     if k_cache.device.type != "meta":
         unwritten = (torch.arange(S, device=device) >= positions[:, None])[:, None, :, None]
         k_cache, v_cache = (c.masked_fill(unwritten, float("nan")) for c in (k_cache, v_cache))
-    angle = torch.arange(S, device=device)[:, None] * 10000.0 ** (-torch.arange(D // 2, device=device) / (D // 2))
+    cos, sin = tables(S, D, device=device)
     q_norm, k_norm = ((torch.rand(D, device=device) + 0.5).to(dtype) for _ in range(2)) if norms else (None, None)
     return dict(
         qkv=lay(torch.randn(B, T, (H + 2 * KV) * D, dtype=dtype, device=device), layout),
-        k_cache=lay(k_cache, layout), v_cache=lay(v_cache, layout), positions=positions, cos=angle.cos(), sin=angle.sin(),
+        k_cache=lay(k_cache, layout), v_cache=lay(v_cache, layout), positions=positions, cos=cos, sin=sin,
         q_norm=q_norm, k_norm=k_norm, window=window, context=min(S, last + T), eps=1e-6,
     )
 

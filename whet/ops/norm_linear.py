@@ -6,16 +6,14 @@ import torch.nn.functional as F
 from whet.op import Cost, Impl, Op, error, lay, layout_of, nbytes
 from whet.ops._gemv import PRODUCT_LIMITS, check_product, multiply, product_refused
 from whet.ops._weights import dense, quant_of, random_weight
+from whet.ops.rms_norm import reference as rms_norm
 from whet.torch_ops import Forward
 from whet.values import families
 
 
 def reference(x, norm, w, scale=None, bias=None, eps=1e-6):
     """y = rms_norm(x, norm, eps) @ w.T + bias.  x (M, K);  w (N, K), or quantised with its scale.  The norm is wide inside."""
-    wide = torch.promote_types(x.dtype, torch.float32)
-    u = x.to(wide)
-    y = (u * torch.rsqrt(u.square().mean(-1, keepdim=True) + eps) * norm.to(wide)).to(x.dtype)
-    return F.linear(y, dense(w, scale, x.dtype), bias)
+    return F.linear(rms_norm(x, norm, eps), dense(w, scale, x.dtype), bias)
 
 
 def inputs(dtype, device, M, K, N, quant=None, bias=False, layout="contiguous"):

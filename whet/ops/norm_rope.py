@@ -6,6 +6,7 @@ import triton.language as tl
 
 from whet.op import Cost, Impl, Op, error, lay, layout_of, nbytes
 from whet.ops._cached import check_caches, check_tables, layout_refused, tensors_refused
+from whet.ops._rotary import tables
 from whet.ops._rows import cdiv, power_of_two
 from whet.ops.rms_norm import reference as rms_norm
 from whet.ops.rope import reference as rope
@@ -29,11 +30,11 @@ def reference(qkv, k_cache, v_cache, cos, sin, start=0, q_norm=None, k_norm=None
 
 def inputs(dtype, device, B, T, H, KV, D, S, start=0, norms=True, layout="contiguous"):
     k_cache, v_cache = (lay(torch.full((B, KV, S, D), 7.0, dtype=dtype, device=device), layout) for _ in range(2))
-    angle = torch.arange(S, device=device)[:, None] * 10000.0 ** (-torch.arange(D // 2, device=device) / (D // 2))
+    cos, sin = tables(S, D, device=device)
     q_norm, k_norm = ((torch.rand(D, device=device) + 0.5).to(dtype) for _ in range(2)) if norms else (None, None)
     return dict(
         qkv=lay(torch.randn(B, T, (H + 2 * KV) * D, dtype=dtype, device=device), layout), k_cache=k_cache, v_cache=v_cache,
-        cos=angle.cos(), sin=angle.sin(), start=start, q_norm=q_norm, k_norm=k_norm, eps=1e-6,
+        cos=cos, sin=sin, start=start, q_norm=q_norm, k_norm=k_norm, eps=1e-6,
     )
 
 

@@ -6,6 +6,7 @@ import torch.nn.functional as F
 from whet.op import Cost, Impl, Op, error, lay, layout_of, nbytes
 from whet.ops._gemv import PRODUCT_LIMITS, check_product, multiply, product_refused
 from whet.ops._weights import dense, quant_of, random_weight
+from whet.ops.rms_norm import reference as rms_norm
 from whet.torch_ops import Forward
 from whet.values import families
 
@@ -13,9 +14,7 @@ from whet.values import families
 def reference(x, norm, w, scale=None, eps=1e-6):
     """gate, up = halves of rms_norm(x, norm, eps) @ w.T;  y = silu(gate) * up.  x (M, K);  w (2F, K), its gate rows first."""
     wide = torch.promote_types(x.dtype, torch.float32)
-    u = x.to(wide)
-    y = (u * torch.rsqrt(u.square().mean(-1, keepdim=True) + eps) * norm.to(wide)).to(x.dtype)
-    gate, up = F.linear(y, dense(w, scale, x.dtype)).to(wide).chunk(2, -1)
+    gate, up = F.linear(rms_norm(x, norm, eps), dense(w, scale, x.dtype)).to(wide).chunk(2, -1)
     return (gate * torch.sigmoid(gate) * up).to(x.dtype)
 
 

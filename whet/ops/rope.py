@@ -5,24 +5,12 @@ import triton
 import triton.language as tl
 
 from whet.op import Cost, Impl, Op, error, floating, nbytes, same_device
+from whet.ops._rotary import tables
 from whet.ops._rows import KERNEL_DTYPES, cdiv, power_of_two
 from whet.torch_ops import Fused
 from whet.values import families
 
 MAX_D = 1024  # one program holds whole heads in registers
-
-
-def tables(P, rotary_dim, theta=10000.0, device=None):
-    """cos and sin of p * theta^(-2i/rotary_dim) for positions p < P: two fp32 tables (P, rotary_dim/2).
-
-    Computed in float64 and rounded once: computed in fp32 the angle at position 65535 is off by 0.0013 (rotary_dim 128).
-    """
-    if rotary_dim < 2 or rotary_dim % 2:
-        raise ValueError(f"rope: rotary_dim must be even and at least 2, got {rotary_dim}")
-    i = torch.arange(0, rotary_dim, 2, dtype=torch.float64, device=device)
-    p = torch.arange(P, dtype=torch.float64, device=device)
-    angle = torch.outer(p, theta ** (-i / rotary_dim))
-    return angle.cos().float(), angle.sin().float()
 
 
 def reference(q, k, cos, sin, positions=0, interleaved=False):
