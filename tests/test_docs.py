@@ -13,14 +13,12 @@ from test_readme import AFTER, BEFORE, ENTRIES, FOUND, PLANS, TESTED, fenced, re
 from typer.testing import CliRunner
 
 import whet
-from whet import models
+from whet import models, plans
+from whet.choices import Choices
 from whet.commands import app
 from whet.diagnose.run import Run
-from whet.lock import Lock
 from whet.op import SIMPLICITY, Impl, discover
-from whet.plans import BEFORE as PLAIN
-from whet.plans import best_plan
-from whet.report import api, front, pictures, readme, results
+from whet.report import api, decode, front, pictures, readme
 
 ROOT = Path(__file__).parent.parent
 PICTURES = pytest.mark.parametrize("name", pictures.PICTURES)
@@ -92,20 +90,19 @@ def test_an_excerpt_is_what_the_terminal_shows(recorded):
 
 
 def test_small_tables_hold_the_figures_of_the_large_ones(recorded):
-    assert "| rms_norm | 2 | 4.00x (2.00x) | 0.99x (0.99x) | 2 of 3 |" in front.ops(recorded)
     stock = AFTER | {"name": "eager", "choices": "stock", "ms": 5.0, "share": 0.1}
     write(recorded, "optimize-a.json", record(PLANS | {"plans": [*PLANS["plans"], stock]}))
     assert "| tiny-llama:tiny float32 | 10.000 | 5.000 | 4.000 | 2.50x | 1.25x |" in front.steps(recorded)
     write(recorded, "decode-a.json", record(MEASURED))
-    text = front.decoders(recorded)
-    assert "| qwen3:0.6b, random weights, bfloat16 | 1 | 128 | 33 | - | 667 | 2,500 | 69% |" in text
-    assert text.count("| qwen3:0.6b") == 1, "where no rival was timed there is nothing to compare"
+    text = decode.summary(recorded, compared=True)
+    assert text.startswith("| batch (qwen3:0.6b, random weights, tokens a second) | context |")
+    assert "| 1 | 128 | 33 | 667 | 2,500 | 69% | 3,333 |" in text
+    assert "| 8 | 128 |" not in text, "where no rival was timed there is nothing to compare"
 
 
 def test_results_have_every_table_and_say_where_there_is_no_record(root):  # noqa: F811
-    page = results.page(root)
-    assert page.count("Not measured yet") == len(results.SECTIONS) and not re.search(r"\d+\.\d+x", page)
-    assert re.findall(r"^## (.*)$", page, re.M) == [title for title, _, _ in results.SECTIONS]
+    page = readme.results(root)
+    assert page.count("Not measured yet") == len(re.findall(r"^## ", page, re.M)) == 6 and not re.search(r"\d+\.\d+x", page)
 
 
 def test_the_reference_has_every_public_name_op_and_command():
@@ -120,9 +117,9 @@ def test_a_signature_is_as_it_is_written():
     def given(a, b: int = 3, *rest, c: str | None = None, **more) -> dict:
         """Nothing."""
 
-    assert api.signature("f", given) == "f(a, b: int = 3, *rest, c: str | None = None, **more) -> dict"
-    for module, name in (pair for names in api.GROUPS.values() for pair in names):
-        assert inspect.getdoc(api.found(module, name)), f"{module}.{name} has no docstring"
+    assert api.signature("f", given) == "f(a, b: int=3, *rest, c: str | None=None, **more) -> dict"
+    for path in (path for paths in api.GROUPS.values() for path in paths):
+        assert inspect.getdoc(api.found(path)[1]), f"{path} has no docstring"
 
 
 def test_ops_page_is_in_step_and_names_every_op_impl_and_limit():
@@ -178,12 +175,15 @@ def test_the_example_check_flags_what_is_planted_and_nothing_else(tmp_path):
     assert not list(check.find(Run(check.clean(), seconds=0.01)))
 
 
-def test_the_example_model_is_optimized_and_every_plan_of_it_verified(tmp_path, monkeypatch):
+def test_the_example_model_records_its_calls_and_every_parameter_has_a_gradient(tmp_path, monkeypatch, device):
     model = example(2, "tiny_mlp", tmp_path).MODEL
     monkeypatch.setattr(models, "discover", lambda: {model.name: model})
-    result = best_plan("tiny-mlp:tiny", Lock(), seconds=0.01)
-    assert [e["call"]["op"] for e in result["entries"]] == ["rms_norm", "swiglu", "linear_cross_entropy"]
-    assert result["plans"][0]["name"] == PLAIN and all(p["ok"] for p in result["plans"]), result["plans"]
+    found, size = models.find("tiny-mlp")
+    config = found.sizes[size]
+    assert [call.op for call, _ in plans.record_calls(found, config, device)] == ["rms_norm", "swiglu", "linear_cross_entropy"]
+    weights = dict(found.build(config, found.plain, Choices(default="eager")).to(device).named_parameters())
+    exact = plans.oracle(found, config, weights, device)
+    assert set(exact) == {"output loss", *(f"grad {name}" for name in weights)} and config.batch and config.lr
 
 
 def test_the_example_command_runs_and_says_what_was_wrong(tmp_path):

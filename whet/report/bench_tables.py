@@ -1,25 +1,11 @@
-"""Every op's figures: each call and mode in full, a summary by op, and the machine they were measured on."""
+"""Every op's figures: each call and mode in full, and a summary by op."""
 
 import statistics
 from pathlib import Path
 
 from whet.figures import ms
 from whet.op import SIMPLICITY, Call, base, ours
-from whet.report.markdown import (
-    MODES,
-    Records,
-    absent,
-    bold,
-    by_machine,
-    grid,
-    merged,
-    order,
-    read,
-    shape,
-    source,
-    times,
-    versions,
-)
+from whet.report.markdown import MODES, Records, absent, bold, by_machine, grid, merged, order, read, shape, source, times
 from whet.report.tables import best, left_out, proved, roofline
 
 SHARED = ("eager", "torch", "compile", "liger", "triton")  # the columns of the common table; an op with others has its own
@@ -105,19 +91,19 @@ def memory(entries: list[dict], columns: list[str]) -> list[str]:
     return ["Extra device memory at the highest point of one run, MiB.", grid(("op", "shape", *columns), rows, text=2)]
 
 
-def summary(root: Path) -> str:
+def summary(root: Path, training: bool = False) -> str:
     """Per op: the geometric mean over shapes of chosen against best other, and the worst of them, per mode.
 
     Calls at another precision than their inputs' are left out: nothing that can be had without whet does what they do.
+    training: only calls with a backward.
     """
-    columns = [text for mode in MODES for text in (f"{mode}: mean", f"{mode}: worst")]
-    parts = []
+    parts, columns = [], {"graph": "in a CUDA graph, mean (worst)", "eager": "launched from Python, mean (worst)"}
     for heading, used, entries in sections(read(root, "bench")):
-        entries = [e for e in entries if not e["call"]["case"].get("precision")]
-        ops = list(dict.fromkeys(e["call"]["op"] for e in entries))
+        entries = [e for e in entries if not e["call"]["case"].get("precision") and e["call"]["grad"] >= training]
+        ops = dict.fromkeys(e["call"]["op"] for e in entries)
         rows = [summary_row(op, [e for e in entries if e["call"]["op"] == op]) for op in ops]
-        rows.append(summary_row("all", entries))
-        parts += [f"{heading}.", grid(("op", "shapes", *columns, "whet's kernel chosen"), rows), source(used)]
+        head = (f"op ({heading.partition(', ')[2]})", "shapes", *(columns[mode] for mode in MODES), "whet's kernel chosen")
+        parts += [grid(head, [*rows, summary_row("all", entries)]), source(used)] if rows else []
     return "\n\n".join(parts) or absent("bench")
 
 
@@ -125,23 +111,5 @@ def summary_row(name: str, entries: list[dict]) -> list[str]:
     row = [name, str(len({Call(**e["call"]).key for e in entries}))]
     for mode in MODES:
         found = [r for e in entries if e["mode"] == mode and (r := ratio(e))]
-        row += [f"{statistics.geometric_mean(found):.2f}x", f"{min(found):.2f}x"] if found else ["-", "-"]
+        row.append(f"{statistics.geometric_mean(found):.2f}x ({min(found):.2f}x)" if found else "-")
     return [*row, f"{sum(ours(e.get('chosen', '')) for e in entries)} of {len(entries)}"]
-
-
-def machine(root: Path) -> str:
-    """What was measured on: GPU, versions, and the measured ceilings that the rooflines refer to."""
-    parts = []
-    for group in by_machine(read(root, "bench") | read(root, "optimize")):
-        m = next(iter(group.values()))["machine"]
-        capability = f", compute capability {m['capability'][0]}.{m['capability'][1]}" if m["capability"] else ""
-        rows = [
-            ("GPU", f"{m['name']}{capability}, {m['sms']} SMs, {m['memory_gib']} GiB, L2 {m['l2_mib']:.0f} MiB"),
-            ("versions", versions(m)),
-        ]
-        with_roof = {name: r for name, r in group.items() if r["measured"].get("ceilings")}
-        for roof in [r["measured"]["ceilings"] for r in with_roof.values()][-1:]:
-            rows.append(("copy, measured", f"{roof['copy_gbs']:.0f} GB/s, bytes read plus bytes written"))
-            rows.append(("matmul, measured", ", ".join(f"{k} {v:.0f} TFLOP/s" for k, v in roof["tflops"].items())))
-        parts += [grid(("", ""), rows, text=2), source(dict(list((with_roof or group).items())[-1:]))]
-    return "\n\n".join(parts) or absent("bench")

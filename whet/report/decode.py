@@ -182,8 +182,11 @@ def full(root: Path) -> str:
     return "\n\n".join(parts) or absent("decode")
 
 
-def summary(root: Path) -> str:
-    """Tokens a second by system, one row for each batch and context; whet's share of the floor, and its best in each quant."""
+def summary(root: Path, compared: bool = False) -> str:
+    """Tokens a second by system, one row for each batch and context; whet's share of the floor, and its best in each quant.
+
+    compared: only where a rival was timed too, and the model's name in the head of the table.
+    """
     parts = []
     for used, measured in newest(root):
         timed = ordered(measured["rows"])
@@ -193,14 +196,18 @@ def summary(root: Path) -> str:
         lines = []
         for at in dict.fromkeys(point(r) for r in rows):
             here = {r["system"]: r for r in rows if point(r) == at}
+            if compared and all("whet" in s for s in here):
+                continue
             ours = max((r for s, r in here.items() if "whet" in s), key=lambda r: r["tokens_per_s"], default=None)
             rates = [f"{here[s]['tokens_per_s']:,.0f}" if s in here else "-" for s in systems]
             floor = percent(ours["of_floor"]) if ours and "of_floor" in ours else "-"
             best = [max((r["tokens_per_s"] for r in timed if point(r) == at and r["quant"] == q), default=None) for q in quants]
             lines.append([str(at[0]), str(at[1]), *rates, floor, *("-" if b is None else f"{b:,.0f}" for b in best)])
-        head = ("batch", "context", *(TITLES[s] for s in systems), "whet, of floor", *(f"whet, {q}" for q in quants))
+        first = f"batch ({measured['model']}, {measured['weights']} weights, tokens a second)" if compared else "batch"
+        head = (first, "context", *(TITLES[s] for s in systems), "whet, of floor", *(f"whet, {q}" for q in quants))
         if lines:
-            parts += [f"{heading(used, measured)}, greedy, tokens a second.", grid(head, lines, text=2), source(used)]
+            parts += [] if compared else [f"{heading(used, measured)}, greedy, tokens a second."]
+            parts += [grid(head, lines, text=2), source(used)]
     return "\n\n".join(parts) or absent("decode")
 
 

@@ -1,19 +1,15 @@
-"""What README shows of the records: excerpts of real runs as a terminal shows them, and three small tables."""
+"""What README shows of the records: excerpts of real runs as a terminal shows them, and a training step in a line."""
 
 import io
 from pathlib import Path
 
 from rich.console import Console
 
-from whet.figures import ms, percent
-from whet.report import bench_tables, decode, findings, run_tables, tables
-from whet.report.markdown import MODES, absent, grid, read, source
+from whet.figures import ms
+from whet.report import findings, run_tables, tables
+from whet.report.markdown import absent, grid, read, source
 
 WIDTH = 144  # columns: the table of plans fits without wrapping
-COLUMNS = {  # of decoding's table, each the fastest of some systems
-    "Transformers, eager": ("transformers",), "Transformers, compiled": ("transformers-static",),
-    "gpt-fast style, compiled": ("gpt-fast", "gpt-fast-tuned"), "whet": ("whet graph", "whet persistent"),
-}
 
 
 def terminal() -> Console:
@@ -55,25 +51,6 @@ def finding(root: Path) -> str:
     return absent("doctor")
 
 
-def ops(root: Path) -> str:
-    """Each op, forward and backward: the chosen one against the best that can be had without whet. Of the first machine."""
-    for heading, used, entries in bench_tables.sections(read(root, "bench")):
-        entries = [e for e in entries if not e["call"]["case"].get("precision")]
-        if not entries or not entries[0]["call"]["grad"]:
-            continue
-        names = list(dict.fromkeys(e["call"]["op"] for e in entries))
-        groups = {name: [e for e in entries if e["call"]["op"] == name] for name in names} | {"all": entries}
-        rows = []
-        for name, mine in groups.items():
-            op, shapes, *cells, won = bench_tables.summary_row(name, mine)
-            pairs = [f"{mean} ({worst})" if mean != "-" else "-" for mean, worst in zip(cells[::2], cells[1::2])]
-            rows.append((op, shapes, *pairs, won))
-        columns = {"graph": "in a CUDA graph, mean (worst)", "eager": "launched from Python, mean (worst)"}
-        head = (f"op ({heading.partition(', ')[2]})", "shapes", *(columns[mode] for mode in MODES), "whet's kernel chosen")
-        return f"{grid(head, rows)}\n\n{source(used)}"
-    return absent("bench")
-
-
 def steps(root: Path) -> str:
     """One training step: the plain model, the best plan of stock PyTorch, and the plan that was chosen."""
     found, rows = read(root, "optimize"), []
@@ -86,31 +63,3 @@ def steps(root: Path) -> str:
             rows.append((r["measured"]["target"], ms(plain), ms(best), ms(chosen["ms"]), f"{chosen['speedup']:.2f}x", over))
     head = ("model, precision", "plain, ms", "best stock plan, ms", "chosen plan, ms", "against plain", "against best stock")
     return f"{grid(head, rows)}\n\n{source(found)}" if rows else absent("optimize")
-
-
-def decoders(root: Path) -> str:
-    """Tokens a second where a rival was timed too, of several ways of one kind the fastest; whet's share of the floor."""
-    parts = []
-    for used, measured in decode.newest(root):
-        timed = [r for r in decode.ordered(measured["rows"]) if not r["quant"]]
-        rows = []
-        for at in dict.fromkeys(decode.point(r) for r in timed):
-            here = [r for r in timed if decode.point(r) == at]
-            fastest = [max((r for r in here if r["system"] in some), key=rate, default=None) for some in COLUMNS.values()]
-            floor = fastest[-1].get("of_floor") if fastest[-1] else None
-            if not any(fastest[:-1]):
-                continue
-            cells = ("-" if r is None else f"{rate(r):,.0f}" for r in fastest)
-            model = f"{measured['model']}, {measured['weights']} weights, {measured['dtype']}"
-            rows.append((model, str(at[0]), f"{at[1]:,}", *cells, percent(floor) if floor else "-"))
-        head = ("greedy, tokens a second", "batch", "context", *COLUMNS, "whet, of the floor")
-        if rows:
-            parts += [grid(head, rows), source(used)]
-    return "\n\n".join(parts) or absent("decode")
-
-
-def rate(r: dict) -> float:
-    return r["tokens_per_s"]
-
-
-TABLES = {"optimize-run": optimize_run, "finding": finding, "ops": ops, "steps": steps, "decoders": decoders}

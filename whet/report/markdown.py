@@ -1,13 +1,17 @@
 """Records read back, and the pieces that tables in markdown are made of."""
 
+import argparse
 import json
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
+
+import jinja2
 
 from whet.op import Call, discover
 from whet.report.tables import best
 
+ROOT = Path(__file__).resolve().parents[2]
 MODES = ("graph", "eager")
 Records = dict[str, dict]  # file name -> record
 
@@ -94,3 +98,37 @@ def order(e: dict) -> tuple:
 def times(e: dict) -> dict[str, float]:
     """{impl: ms}, of its tiles the best."""
     return {impl: ms for impl, name in best(e).items() if (ms := e["candidates"][name].get("ms"))}
+
+
+def page(template: str, **given) -> str:
+    """One of this folder's templates, filled in; text is text, nothing is escaped."""
+    loader = jinja2.FileSystemLoader(Path(__file__).parent)
+    env = jinja2.Environment(loader=loader, trim_blocks=True, keep_trailing_newline=True, undefined=jinja2.StrictUndefined)
+    return env.get_template(template).render(**given)
+
+
+def keep(
+    prog: str, doc: str, rendered: Callable[[Path], dict[Path, str]], argv: list[str] | None,
+    stale: Callable[[str, str], str] = lambda held, wanted: "",
+) -> int:
+    """The command that writes made files, or with --check says which are out of step. stale names what of a file is."""
+    parser = argparse.ArgumentParser(prog=prog, description=doc.splitlines()[0])
+    parser.add_argument("--check", action="store_true", help="write nothing; exit 1 if something is out of step (default off)")
+    parser.add_argument("--root", type=Path, default=ROOT, metavar="DIR", help="the checkout (default: this file's)")
+    options = parser.parse_args(argv)
+    try:
+        wanted = rendered(options.root)
+    except ValueError as e:
+        parser.error(str(e))
+    held = {path: path.read_text() if path.exists() else "" for path in wanted}
+    old = [path for path in wanted if held[path] != wanted[path]]
+    for path in old:
+        name = path.relative_to(options.root).as_posix()
+        if options.check:
+            made_from = "whet/" if path.name in ("ops.md", "api.md") else "records/"
+            print(f"{name}: {stale(held[path], wanted[path])}out of step with {made_from}; run {prog}")
+        else:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            path.write_text(wanted[path])
+            print(f"{name}: rewritten")
+    return int(options.check and bool(old))

@@ -6,7 +6,6 @@ python -m whet.report.pictures --check   exit 1 if one is out of step with the r
 Light and dark follow the reader's setting. `python -m whet.report.readme` draws them too.
 """
 
-import argparse
 import statistics
 import sys
 from pathlib import Path
@@ -14,18 +13,10 @@ from xml.sax.saxutils import escape
 
 from whet.op import ours
 from whet.report import bench_tables, run_tables
-from whet.report.markdown import read, short
+from whet.report.markdown import keep, page, read, short
 
-ROOT = Path(__file__).resolve().parents[2]
 OFTEN = "for how many shapes whet's own kernel was chosen"
 WIDTH, ROW, TOP, LEFT, RIGHT = 880, 26, 62, 312, 140  # px: the picture, a row, above the first, beside the bars
-STYLE = """\
-text { font: 13px system-ui, sans-serif; fill: #1f2328; } .title { font-weight: 600; font-size: 15px; }
-.note { font-size: 11px; fill: #59636e; } .bold { font-weight: 600; } .stock { fill: #9aa4af; } .whet { fill: #1a7f5a; }
-.dot { fill: #1f2328; stroke: #ffffff; } .rule { stroke: #59636e; stroke-dasharray: 3 3; }
-@media (prefers-color-scheme: dark) {
-text { fill: #e6edf3; } .note { fill: #9198a1; } .stock { fill: #6e7781; } .whet { fill: #3fb98a; }
-.dot { fill: #e6edf3; stroke: #0d1117; } .rule { stroke: #9198a1; } }"""
 
 
 def text(x: float, y: float, words: str, kind: str = "", end: bool = False) -> str:
@@ -39,10 +30,9 @@ def bar(x: float, y: float, width: float, kind: str) -> str:
 
 def drawing(title: str, note: str, height: float, marks: list[str]) -> str:
     """A whole picture: a title that screen readers read too, a line under it, and what was drawn."""
-    size = f'width="{WIDTH}" height="{height:.0f}" viewBox="0 0 {WIDTH} {height:.0f}"'
-    head = f'<svg xmlns="http://www.w3.org/2000/svg" {size} role="img" aria-label="{escape(title, {chr(34): "&quot;"})}">'
-    top = [text(12, 24, title, "title"), text(12, 44, note, "note")]
-    return "\n".join((head, f"<style>{STYLE}</style>", *top, *marks, "</svg>", ""))
+    marks = [text(12, 24, title, "title"), text(12, 44, note, "note"), *marks]
+    label = escape(title, {'"': "&quot;"})
+    return page("picture.svg.j2", width=WIDTH, height=round(height), label=label, marks=marks)
 
 
 def plans(root: Path) -> str | None:
@@ -112,18 +102,7 @@ def rendered(root: Path) -> dict[Path, str]:
 
 
 def main(argv: list[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(prog="python -m whet.report.pictures", description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("--check", action="store_true", help="write nothing; exit 1 if one is out of step (default off)")
-    parser.add_argument("--root", type=Path, default=ROOT, metavar="DIR", help="the checkout (default: this file's)")
-    options = parser.parse_args(argv)
-    old = {path: svg for path, svg in rendered(options.root).items() if not path.exists() or path.read_text() != svg}
-    for path, svg in old.items():
-        if not options.check:
-            path.parent.mkdir(parents=True, exist_ok=True)
-            path.write_text(svg)
-        name = path.relative_to(options.root).as_posix()
-        print(f"{name}: out of step with records/; run python -m whet.report.pictures" if options.check else f"{name}: drawn")
-    return int(options.check and bool(old))
+    return keep("python -m whet.report.pictures", __doc__ or "", rendered, argv)
 
 
 if __name__ == "__main__":

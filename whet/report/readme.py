@@ -6,7 +6,6 @@ python -m whet.report.readme --check   exit 1 if one is out of step with the rec
 A table stands between the lines `<!-- table:NAME -->` and `<!-- /table -->`. What is between them is made here, never by hand.
 """
 
-import argparse
 import inspect
 import re
 import sys
@@ -15,15 +14,16 @@ from pathlib import Path
 
 from whet.choices import implied
 from whet.op import Impl, Op, discover, untiled
-from whet.report import api, bench_tables, clinic_tables, decode, front, pictures, proof_tables, results, run_tables
-from whet.report.markdown import grid
+from whet.report import api, bench_tables, clinic_tables, decode, front, pictures, proof_tables, run_tables
+from whet.report.markdown import grid, keep, page
 
-ROOT = Path(__file__).resolve().parents[2]
 REGION = re.compile(r"^<!-- table:([\w-]+) -->\n(.*?)^<!-- /table -->$", re.M | re.S)
 OPENING = re.compile(r"^<!-- table:", re.M)
 TABLES: dict[str, Callable[[Path], str]] = {
-    "bench": bench_tables.bench, "summary": bench_tables.summary, "machine": bench_tables.machine, "plans": run_tables.plans,
-    "gpu-tests": run_tables.gpu_tests, "gpu-counts": run_tables.gpu_counts, **front.TABLES,
+    "bench": bench_tables.bench, "summary": bench_tables.summary, "machine": run_tables.machine, "plans": run_tables.plans,
+    "gpu-tests": run_tables.gpu_tests, "gpu-counts": run_tables.gpu_counts, "optimize-run": front.optimize_run,
+    "finding": front.finding, "steps": front.steps, "ops": lambda root: bench_tables.summary(root, training=True),
+    "decoders": lambda root: decode.summary(root, compared=True),
     "checks": clinic_tables.checks, "predictions": clinic_tables.predictions, **decode.TABLES,
     "proved": proof_tables.proved, "mutants": proof_tables.mutants,
 }
@@ -52,19 +52,11 @@ IMPLS = {
     "triton_cudnn_bwd": "whet's own kernel forward, cuDNN's backward", "triton_fp8": "whet's own kernel in FP8",
 }
 NEEDS = {"torch": "-", "triton": "a GPU (or TRITON_INTERPRET=1)", "cudnn": "a GPU with cuDNN"}
-OPS_HEAD = """\
-<!-- made by `python -m whet.report.readme` from whet/ops; edits here are overwritten -->
-# Ops
-
-Each op is a function in `whet.ops`. It takes the reference's arguments, and `impl`: `"auto"` (what was chosen by measurement,
-else the stock call) or the name of one impl. An impl that cannot serve the arguments raises a `ValueError` that says why;
-`"auto"` gives way to the stock call instead. "Refuses" lists what an impl states it cannot do.
-"""
 
 
 def ops_page(ops: dict[str, Op]) -> str:
     links = ", ".join(f"[{name}](#{name})" for name in ops)
-    return f"{OPS_HEAD}\n{links}\n" + "".join(op_section(op) for op in ops.values())
+    return page("ops.md.j2", links=links, sections="".join(op_section(op) for op in ops.values()))
 
 
 def op_section(op: Op) -> str:
@@ -98,10 +90,14 @@ def impl_notes(name: str, impl: Impl) -> list[str]:
     return [text for text, true in notes.items() if true]
 
 
+def results(root: Path) -> str:
+    return page("results.md.j2", table=lambda name: TABLES[name](root))
+
+
 def made_whole(root: Path) -> dict[Path, str]:
     """The pages of which nothing is written by hand, and the pictures."""
     docs = root / "docs"
-    pages = {docs / "ops.md": ops_page(discover()), docs / "api.md": api.page(), docs / "results.md": results.page(root)}
+    pages = {docs / "ops.md": ops_page(discover()), docs / "api.md": api.page(), docs / "results.md": results(root)}
     return pages | pictures.rendered(root)
 
 
@@ -112,37 +108,15 @@ def rendered(root: Path) -> dict[Path, str]:
     return {path: fill(path.read_text(), root, path.name) for path in pages if path not in whole} | whole
 
 
-def stale(root: Path) -> dict[str, str]:
-    """{page: what about it is out of step}; empty when nothing is."""
-    found = {}
-    for path, wanted in rendered(root).items():
-        held = path.read_text() if path.exists() else ""
-        if held != wanted:
-            old, new = regions(held), regions(wanted)
-            tables = [name for name in new if old.get(name) != new[name]]
-            from_code = path.name in ("ops.md", "api.md")
-            what = f"table {', '.join(tables)} is " if tables else ""
-            found[path.relative_to(root).as_posix()] = f"{what}out of step with {'whet/' if from_code else 'records/'}"
-    return found
+def stale(held: str, wanted: str) -> str:
+    """Which tables of a page are out of step, for the line that says so."""
+    old, new = regions(held), regions(wanted)
+    tables = [name for name in new if old.get(name) != new[name]]
+    return f"table {', '.join(tables)} is " if tables else ""
 
 
 def main(argv: list[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(prog="python -m whet.report.readme", description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("--check", action="store_true", help="write nothing; exit 1 if something is out of step (default off)")
-    parser.add_argument("--root", type=Path, default=ROOT, metavar="DIR", help="the checkout (default: this file's)")
-    options = parser.parse_args(argv)
-    try:
-        found, pages = stale(options.root), rendered(options.root)
-    except ValueError as e:
-        parser.error(str(e))
-    for name, what in found.items():
-        if options.check:
-            print(f"{name}: {what}; run python -m whet.report.readme")
-        else:
-            (options.root / name).parent.mkdir(parents=True, exist_ok=True)
-            (options.root / name).write_text(pages[options.root / name])
-            print(f"{name}: rewritten")
-    return int(options.check and bool(found))
+    return keep("python -m whet.report.readme", __doc__ or "", rendered, argv, stale)
 
 
 if __name__ == "__main__":

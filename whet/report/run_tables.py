@@ -1,9 +1,9 @@
-"""Whole training steps by plan, and how the tests that need a GPU ended."""
+"""Whole training steps by plan, the machine they were measured on, and how the tests that need a GPU ended."""
 
 from pathlib import Path
 
 from whet.figures import ms, percent
-from whet.report.markdown import absent, bold, grid, read, short, source
+from whet.report.markdown import absent, bold, by_machine, grid, read, short, source, versions
 
 
 def main_run(root: Path) -> tuple[str, dict] | None:
@@ -83,3 +83,21 @@ def gpu_tests(root: Path) -> str:
         lines = [f"- {what}: {listed(names)}" for what, names in notes.items() if names]
         parts += [counted(r), *(["\n".join(lines)] if lines else []), source({name: r})]
     return "\n\n".join(parts) or absent("gpu")
+
+
+def machine(root: Path) -> str:
+    """What was measured on: GPU, versions, and the measured ceilings that the rooflines refer to."""
+    parts = []
+    for group in by_machine(read(root, "bench") | read(root, "optimize")):
+        m = next(iter(group.values()))["machine"]
+        capability = f", compute capability {m['capability'][0]}.{m['capability'][1]}" if m["capability"] else ""
+        rows = [
+            ("GPU", f"{m['name']}{capability}, {m['sms']} SMs, {m['memory_gib']} GiB, L2 {m['l2_mib']:.0f} MiB"),
+            ("versions", versions(m)),
+        ]
+        with_roof = {name: r for name, r in group.items() if r["measured"].get("ceilings")}
+        for roof in [r["measured"]["ceilings"] for r in with_roof.values()][-1:]:
+            rows.append(("copy, measured", f"{roof['copy_gbs']:.0f} GB/s, bytes read plus bytes written"))
+            rows.append(("matmul, measured", ", ".join(f"{k} {v:.0f} TFLOP/s" for k, v in roof["tflops"].items())))
+        parts += [grid(("", ""), rows, text=2), source(dict(list((with_roof or group).items())[-1:]))]
+    return "\n\n".join(parts) or absent("bench")
