@@ -1,7 +1,8 @@
 """A pytest plugin: tests share the child processes in which candidates are tried, since each takes seconds to import torch.
 
-A child that was ended, lost or poisoned is never used again: shared is what `with Worker()` would end in good health. A
-test about the start or the end of a child asks for `fresh_children`.
+A child that was ended, lost or poisoned is never used again: shared is what `with Worker()` would end in good health. One with
+a fault planted in it is not shared, and one that verifies does not time. A test about the start or the end of a child asks for
+`fresh_children`.
 """
 
 import collections
@@ -25,9 +26,12 @@ class Pool:
         self.started_with: weakref.WeakKeyDictionary[Child, tuple] = weakref.WeakKeyDictionary()
         self.shares = True
 
-    def kind(self, worker: Worker) -> tuple:
+    def kind(self, worker: Worker) -> tuple | None:
+        """What a child must have in common with one that this worker would start; None for one that is not shared."""
+        if not self.shares or worker.preload:
+            return None
         steering = tuple(sorted((k, v) for k, v in os.environ.items() if k.startswith(STEERING)))
-        return worker.interpret, worker.preload, steering
+        return worker.interpret, worker.warm, steering
 
     def take(self, kind: tuple) -> Child | None:
         for entry in list(self.idle):
@@ -57,17 +61,17 @@ def shared_children(own_cache):
     start = Worker.start
 
     def take_or_start(self: Worker) -> None:
-        if self.child is None and POOL.shares:
-            self.child = POOL.take(kind := POOL.kind(self))
-            start(self)
-            assert self.child
+        if self.child is not None:
+            return
+        kind = POOL.kind(self)
+        self.child = POOL.take(kind) if kind else None
+        start(self)
+        if kind and self.child:
             POOL.started_with[self.child] = kind
-        else:
-            start(self)
 
     def hand_back(self: Worker, *error) -> None:
         kind = self.child and POOL.started_with.get(self.child)
-        if self.child and kind and POOL.shares and error[0] is None:
+        if self.child and kind and error[0] is None:
             POOL.keep(kind, self.child)
             self.child = None
         self.stop()

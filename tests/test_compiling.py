@@ -103,14 +103,15 @@ def started(monkeypatch):
 
 
 def test_a_healthy_child_serves_the_next_worker_of_its_kind_alone(started, monkeypatch):
-    for interpret, preload in ((False, None), (False, None), (True, None), (False, "some.py"), (False, None)):
-        with Worker(interpret=interpret, preload=preload) as worker:
+    kinds = ({}, {}, {"interpret": True}, {"warm": True}, {"preload": "planted.py"}, {"preload": "planted.py"}, {})
+    for kind in kinds:
+        with Worker(**kind) as worker:
             worker.start()
-    assert len(started) == 3 and not any(child.stopped for child in started)
+    assert [child.stopped for child in started] == [False, False, False, True, True], "what holds a fault is not shared"
     monkeypatch.setenv("WHET_PLANT", "wrong")
     with Worker() as worker:
         worker.start()
-    assert len(started) == 4
+    assert len(started) == 6
 
 
 def test_a_child_that_was_stopped_or_left_by_an_error_is_not_used_again(started):
