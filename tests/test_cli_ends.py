@@ -130,3 +130,21 @@ def test_parameters_are_counted_without_building_the_model(target):
     model, size = find(target)
     built = model.build(model.sizes[size], model.plain, whet.choices.Choices(default="eager"))
     assert _memory.parameters(model, size) == sum(p.numel() for p in built.parameters())
+
+
+def loaded_by(code: str) -> set[str]:
+    """The modules that a fresh Python has after this code."""
+    done = subprocess.run(
+        [sys.executable, "-c", f"import sys\n{code}\nprint(*sys.modules)"], capture_output=True, text=True, check=True
+    )
+    return set(done.stdout.split())
+
+
+def test_help_needs_no_pytorch_so_it_answers_at_once():
+    assert not {"torch", "triton", "numpy"} & loaded_by("import whet.commands")
+
+
+def test_generate_imports_neither_the_doctor_nor_the_benchmark():
+    loaded = loaded_by("import whet.commands.generate, whet.decode.engine, whet.report.decode")
+    assert "whet.decode.trust" in loaded
+    assert not [name for name in loaded if name.startswith(("whet.diagnose", "whet.decode.bench", "whet.plans"))]

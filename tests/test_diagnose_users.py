@@ -14,9 +14,10 @@ from whet.diagnose.doctor import diagnose, open_target
 from whet.diagnose.modules import tensors_in
 from whet.diagnose.profile import profiled
 from whet.diagnose.script import run_script
-from whet.diagnose.target import CannotRun, raised, target_of
+from whet.diagnose.target import CannotRun, target_of
 from whet.diagnose.tell import folded
 from whet.diagnose.watch import watch
+from whet.figures import error_line
 from whet.workload import find_loss
 
 HEAD = """
@@ -221,7 +222,7 @@ def test_a_loader_is_a_batch_too_and_sparse_gradients_are_read():
 
 
 def test_a_long_error_is_cut():
-    assert len(raised(ValueError("x" * 1000))) < 300 and raised(AssertionError()) == "AssertionError"
+    assert len(error_line(ValueError("x" * 1000))) < 300 and error_line(AssertionError()) == "AssertionError"
 
 
 def test_layers_are_told_as_one_only_where_they_are_of_one_class():

@@ -1,7 +1,8 @@
-"""How a figure is written: three digits that count, thousands set apart, no exponent, and no zero for what is not zero."""
+"""How figures and errors are written: three digits that count, no exponent, no zero for what is not zero; one line."""
 
 import math
 
+LONG = 240  # characters of an error that are kept: torch lists every backend it has
 SMALLEST = 5e-5  # ms: half of the last decimal that is shown, under which a time is the clock's and the sums' rounding
 
 
@@ -25,3 +26,10 @@ def ms(value: float | None) -> str:
     if value < SMALLEST:
         return "0"
     return f"{value:.4f}" if value < 1 else f"{value:.3f}" if value < 100 else f"{value:.1f}"
+
+
+def error_line(e: BaseException) -> str:
+    """'ValueError: what it says', in one line, and that cut where it is long."""
+    said = next((line.strip() for line in str(e).splitlines() if line.strip()), "")
+    said = f"{said[:LONG]}..." if len(said) > LONG else said
+    return f"{type(e).__name__}: {said}" if said else type(e).__name__

@@ -14,6 +14,7 @@ from dataclasses import asdict, dataclass, replace
 import torch
 
 from whet.choices import Choices
+from whet.figures import error_line
 from whet.graphs import Graph
 from whet.lock import Lock
 from whet.machine import commit
@@ -121,7 +122,7 @@ def _peak(into: dict, origin: int) -> Iterator[None]:
 def _reason(e: Exception) -> str:
     if isinstance(e, torch.cuda.OutOfMemoryError):
         return OUT_OF_MEMORY
-    return f"{type(e).__name__}: {(str(e).strip().splitlines() or [''])[0][:200]}"
+    return error_line(e)
 
 
 class PlanFailed(Exception):

@@ -18,6 +18,7 @@ from functools import partial
 import torch
 
 from whet import machine
+from whet.figures import error_line
 from whet.judge import Verdict, usual_errors
 from whet.op import DTYPES, Call, Op, base, lay, tensors
 from whet.values import EXACT, OVERFLOWING, POISONED, UNDEFINED, Option
@@ -51,8 +52,7 @@ def prove(op: Op, name: str, call: Call, device: str) -> Verdict:
         except Exception as e:
             if first is None:
                 raise  # the call itself cannot run: said as it is
-            text = (str(e).strip().splitlines() or [""])[0][:200]
-            verdict = Verdict(False, why=f"{type(e).__name__}: {text}")
+            verdict = Verdict(False, why=error_line(e))
         if verdict is None:
             continue
         if not verdict.ok:

@@ -19,6 +19,7 @@ import torch
 
 from whet import machine
 from whet.child import Child, Lost
+from whet.figures import error_line
 from whet.isolation import Leftovers, isolated
 from whet.measure import ceilings, race, stepper
 from whet.op import DTYPES, Call, Op, base, discover
@@ -169,10 +170,9 @@ def _attempt(request: dict) -> dict:
         torch.cuda.empty_cache()
         return {"error": f"out of memory: {str(e).split('.')[0]}"}
     except BaseException as e:  # a candidate may fail in any way, by exiting too; the reason goes to the report
-        text = str(e).strip().splitlines() or [""]
         poisoned = torch.cuda.is_available() and "CUDA error" in str(e)
         also = f"; leaves {', '.join(changed)} changed" if changed else ""
-        return {"error": f"{type(e).__name__}: {text[0][:200]}{also}", "poisoned": poisoned}
+        return {"error": f"{error_line(e)}{also}", "poisoned": poisoned}
     return {"error": f"leaves {', '.join(changed)} changed"} if changed else answer
 
 

@@ -30,7 +30,8 @@ def kind_of(train: bool, decode: bool) -> str | None:
 @contextlib.contextmanager
 def could_run() -> Iterator[None]:
     """What cannot be run is one line and exit code 2; a failure of whet's own is one line and 70, as findings are 1."""
-    from whet.diagnose.target import CannotRun, raised
+    from whet.diagnose.target import CannotRun
+    from whet.figures import error_line
 
     try:
         yield
@@ -47,7 +48,7 @@ def could_run() -> Iterator[None]:
             traceback.print_exc()
         at = traceback.extract_tb(e.__traceback__)[-1]
         line = f"{os.path.basename(at.filename)}:{at.lineno}"
-        said = f"whet itself failed at {line}: {raised(e)}"
+        said = f"whet itself failed at {line}: {error_line(e)}"
         typer.echo(f"whet: {said} (WHET_TRACEBACK=1 shows the traceback)", err=True)
         raise typer.Exit(CRASHED) from None
 

@@ -62,7 +62,8 @@ def seen(target, seconds: float, progress):
     """Every observation made; the first that cannot be ends the command."""
     from whet.diagnose import doctor as clinic
     from whet.diagnose.run import Run
-    from whet.diagnose.target import CannotRun, raised
+    from whet.diagnose.target import CannotRun
+    from whet.figures import error_line
 
     run = Run(target, seconds)
     for i, (text, observe) in enumerate(clinic.observations(run)):
@@ -72,5 +73,5 @@ def seen(target, seconds: float, progress):
         except CannotRun:
             raise
         except (Exception, SystemExit) as e:
-            raise CannotRun(f"{target.name}: {text}: {raised(e)}") from e
+            raise CannotRun(f"{target.name}: {text}: {error_line(e)}") from e
     return run

@@ -19,7 +19,8 @@ from whet.decode.load import open_model
 from whet.decode.quantize import bytes_per_token
 from whet.decode.trust import trusted
 from whet.diagnose.profile import Range, on_cpu, profiled, taken
-from whet.diagnose.target import CannotRun, Target, raised
+from whet.diagnose.target import CannotRun, Target
+from whet.figures import error_line
 
 PROMPT = 16  # tokens in the cache before the first step that is looked at
 CONTEXT = 128  # the same for a built-in decoder
@@ -165,7 +166,7 @@ def as_decode(target: Target) -> Target:
             out = model(input_ids=ids, use_cache=True)
         state = {"past": out.past_key_values, "token": out.logits[:, -1:].argmax(-1)}
     except Exception as e:
-        raise CannotRun(f"{target.name}: the prompt's forward raised {raised(e)}") from e
+        raise CannotRun(f"{target.name}: the prompt's forward raised {error_line(e)}") from e
 
     def step():
         with torch.no_grad():

@@ -11,9 +11,9 @@ from whet.diagnose.checks import discover
 from whet.diagnose.decode import as_decode, built_in
 from whet.diagnose.run import Check, Finding, Run
 from whet.diagnose.script import run_script
-from whet.diagnose.target import CannotRun, Target, raised, resolve, unmoved
+from whet.diagnose.target import CannotRun, Target, resolve, unmoved
 from whet.diagnose.tell import notes, overview, slowest_part
-from whet.figures import percent
+from whet.figures import error_line, percent
 
 Progress = Callable[[str, int, int], None]
 NEVER_SEEN = "the data itself, steps after the first few, whether training converges, and communication between GPUs"
@@ -100,7 +100,7 @@ def looked_over(run: Run, progress: Progress, only: tuple[str, ...]) -> Diagnosi
         except torch.OutOfMemoryError as e:
             failed[text] = f"out of memory: {str(e).splitlines()[0]}"
         except (Exception, SystemExit) as e:
-            failed[text] = raised(e)
+            failed[text] = error_line(e)
     if len(failed) == len(steps):
         raise CannotRun(f"{target.name}: {next(iter(failed.values()))}")
     for i, check in enumerate(checks):
@@ -117,7 +117,7 @@ def attempt(check: Check, run: Run, failed: dict[str, str]) -> list[Finding]:
     try:
         return list(check.find(run))
     except (Exception, SystemExit) as e:
-        failed[check.name] = raised(e)
+        failed[check.name] = error_line(e)
         return []
 
 

@@ -21,8 +21,9 @@ from torch import nn
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from whet.diagnose.modules import tensors_in
-from whet.diagnose.target import CannotRun, Target, at_home, raised, raised_at
+from whet.diagnose.target import CannotRun, Target, at_home, raised_at
 from whet.diagnose.watch import state_of
+from whet.figures import error_line
 from whet.measure import now
 from whet.workload import find_loss
 
@@ -308,7 +309,7 @@ def run_script(path: Path, argv: list[str] | None = None) -> Target:
             runpy.run_path(str(path), run_name="__main__")
     except SystemExit as e:
         if e.code not in (0, None):
-            code = f"exit code {e.code}: {last_line(errors, printed)}" if isinstance(e.code, int) else raised(e)
+            code = f"exit code {e.code}: {last_line(errors, printed)}" if isinstance(e.code, int) else error_line(e)
             raise CannotRun(f"{path}: it stopped with {code}") from None
     except torch.OutOfMemoryError as e:
         raise CannotRun(f"{path}: out of memory: {str(e).splitlines()[0]}") from e

@@ -17,10 +17,10 @@ from torch import nn
 
 from whet import models
 from whet.choices import current
+from whet.figures import error_line
 from whet.machine import this_machine
 from whet.workload import NoLoss, Phase, Workload, find_loss
 
-LONG = 240  # characters of an error that are told
 PLACES = ("stdlib", "purelib", "platlib")  # of Python and of packages
 KINDS = ("train", "forward", "decode")
 MEANS = "a built-in model (tiny-llama:tiny), file.py:function returning model and batch, or a script (file.py)"
@@ -30,18 +30,11 @@ class CannotRun(Exception):
     """What was given cannot be run; the message says why, in one line."""
 
 
-def raised(e: BaseException) -> str:
-    """'ValueError: what it says', in one line, and that cut where it is long: torch lists every backend it has."""
-    said = next((line.strip() for line in str(e).splitlines() if line.strip()), "")
-    said = f"{said[:LONG]}..." if len(said) > LONG else said
-    return f"{type(e).__name__}: {said}" if said else type(e).__name__
-
-
 def raised_at(e: BaseException) -> str:
     """The same with the file and line of the user's own code that it came from, as far as any is in the traceback."""
     not_theirs = (os.path.dirname(os.path.dirname(os.path.abspath(__file__))), *map(sysconfig.get_path, PLACES), "<")
     frames = [f for f in traceback.extract_tb(e.__traceback__) if not f.filename.startswith(not_theirs)]
-    return raised(e) + (f" (at {os.path.basename(frames[-1].filename)}:{frames[-1].lineno})" if frames else "")
+    return error_line(e) + (f" (at {os.path.basename(frames[-1].filename)}:{frames[-1].lineno})" if frames else "")
 
 
 @dataclass(kw_only=True)

@@ -18,6 +18,7 @@ from whet.decode import load
 from whet.decode.bench import quality, rivals
 from whet.decode.bench.contender import GraphContender, PersistentContender
 from whet.decode.quantize import QUANTS
+from whet.figures import error_line
 from whet.models.qwen3 import Qwen3, kernels
 
 PROMPT = " ".join(str(i) for i in range(1, 33))  # tokens as numbers, or the text itself where there is a tokenizer
@@ -105,7 +106,7 @@ def graded(name: str, device: str, quants: list[str], progress: Callable[[str, i
             result |= {"kernel_verdict": plain_json(quality.not_worse(kernel, theirs).as_dict())}
         found = {base: found[base], "transformers": theirs} | found
     except Exception as e:
-        result |= {"transformers": f"left out: {type(e).__name__}: {(str(e).splitlines() or [''])[0][:200]}"}
+        result |= {"transformers": f"left out: {error_line(e)}"}
     return result | {"rows": [plain_json(s.as_dict(noise)) | {"name": n} for n, s in found.items()]}
 
 

@@ -23,6 +23,7 @@ from whet.decode.cache import free_bytes
 from whet.decode.load import open_model
 from whet.decode.quantize import QUANTS, bytes_per_token, quantize, weights
 from whet.decode.runner import RING
+from whet.figures import error_line
 from whet.models.qwen3 import Qwen3
 
 PREFILL = 2048  # tokens of the prompt whose reading is timed
@@ -119,8 +120,7 @@ def reason_of(e: BaseException) -> str:
     """One line."""
     if isinstance(e, torch.OutOfMemoryError):
         return "out of memory"
-    said = next((line.strip() for line in str(e).splitlines() if line.strip()), "")
-    return said[:300] if isinstance(e, ValueError) and said else f"{type(e).__name__}: {said[:300]}"
+    return error_line(e).removeprefix("ValueError: ")
 
 
 def release() -> None:
