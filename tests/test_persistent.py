@@ -280,11 +280,11 @@ def test_a_kernel_that_is_still_compiled_is_not_ready():
 
 
 def test_compiled_code_is_kept(tmp_path, monkeypatch):
-    monkeypatch.setenv(nvrtc.CACHE, str(tmp_path))
+    monkeypatch.setenv("WHET_CACHE", str(tmp_path))
     monkeypatch.setattr(nvrtc, "compiled", lambda source, arch, sizes: (source.encode() + str(sizes).encode(), ""))
     first = nvrtc.cached("a", "sm_90a", {"N": 1})
     monkeypatch.setattr(nvrtc, "compiled", None)
-    assert nvrtc.cached("a", "sm_90a", {"N": 1}) == first and len(list(tmp_path.iterdir())) == 1
+    assert nvrtc.cached("a", "sm_90a", {"N": 1}) == first and len(list((tmp_path / "cubins").iterdir())) == 1
 
 
 def big(device, quant=None, **change):

@@ -57,7 +57,7 @@ def test_on_a_gpu_a_wrong_persistent_kernel_is_rejected(fault, monkeypatch, tmp_
         pytest.skip(why)
     (old, new), right = SOURCES[fault], persistent.source()
     assert old in right
-    monkeypatch.setenv("WHET_CUBINS", str(tmp_path / "cubins"))
+    monkeypatch.setenv("WHET_CACHE", str(tmp_path))
     monkeypatch.setattr(persistent, "source", lambda: right.replace(old, new))
     assert not verify_shape(WIDE, "persistent", "bf16", "cuda").ok
 

@@ -119,4 +119,5 @@ def commit() -> str:
 
 
 def cache_dir() -> Path:
-    return Path(os.environ.get("WHET_CACHE", Path.home() / ".cache" / "whet"))
+    """All that is kept between runs and could be made again: $WHET_CACHE, else `whet` in the user's cache."""
+    return Path(os.environ.get("WHET_CACHE") or Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "whet")

@@ -11,13 +11,14 @@ from pathlib import Path
 
 import torch
 
-CACHE = "WHET_CUBINS"  # folder of compiled kernels; else one in the user's cache
+from whet import machine
+
 SHARED_LIMIT, MOST_SHARED = 8, 97  # CUfunction_attribute and CUdevice_attribute of the driver's API
 
 
 def cache_folder() -> Path:
-    given = os.environ.get(CACHE)
-    return Path(given) if given else Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "whet" / "cubins"
+    """Of compiled kernels."""
+    return machine.cache_dir() / "cubins"
 
 
 def _candidates(name: str) -> Iterator[str]:
