@@ -35,7 +35,7 @@ class Modules:
 
     def __init__(self, model: nn.Module, entering: Enter = lambda phase, path: None):
         self.modules = {name: m for name, m in model.named_modules()}
-        self.entering = entering
+        self.entering, self.on = entering, False
         self.stack: list[tuple[str, str, object]] = []
         self.seen: dict[object, None] = {}  # nodes already owned; kept alive, so that no id is used twice
 
@@ -108,7 +108,8 @@ class Modules:
         return lambda: setattr(module, "_compiled_call_impl", compiled)
 
     @contextmanager
-    def __call__(self):
+    def attached(self):
+        """Hooks on every module, for a step whose own time is taken and must not have the hooking in it."""
         with ExitStack() as stack:
             for path, module in self.modules.items():
                 if getattr(module, "_compiled_call_impl", None) is not None:
@@ -116,6 +117,13 @@ class Modules:
                 else:
                     for remove in self.hook(module, path):
                         stack.callback(remove)
+            self.on = True
+            stack.callback(lambda: setattr(self, "on", False))
+            yield
+
+    @contextmanager
+    def __call__(self):
+        with nullcontext() if self.on else self.attached():
             try:
                 yield self
             finally:

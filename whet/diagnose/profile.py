@@ -120,8 +120,9 @@ def profiled(target: Target, seconds: float = 1.0, warm_up: int = 2) -> Profile:
 def taken(target: Target) -> profile:
     gpu = target.device == "cuda"
     activities = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if gpu else [])]
-    with profile(activities=activities) as prof, record_function(f"{MARK}step|"):
-        watched_step(target, Modules(target.model, Range))
+    modules = Modules(target.model, Range)
+    with modules.attached(), profile(activities=activities) as prof, record_function(f"{MARK}step|"):
+        watched_step(target, modules)
         if gpu:
             torch.cuda.synchronize()
     return prof
