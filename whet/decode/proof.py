@@ -245,8 +245,8 @@ def head_verdict(c: Qwen3Config, quant: str | None, part: ProofPart, device: str
     if torch.isfinite(broken[-1]):
         return Verdict(False, why="norm_argmax: a hidden state that is not a number gives a finite logit")
     at = wanted.gather(1, token[:, None]).squeeze(1)
-    told = {"logit": value}, {"logit": eager.gather(1, token[:, None]).squeeze(1).float()}, {"logit": at}
-    verdict = judge(*told, step)
+    logits = {"logit": value}, {"logit": eager.gather(1, token[:, None]).squeeze(1).float()}, {"logit": at}
+    verdict = judge(*logits, step)
     return verdict if verdict.ok else Verdict(False, verdict.error, verdict.budget, f"norm_argmax: {verdict.why}")
 
 

@@ -175,11 +175,11 @@ def trusted(
     if not asked:
         return Trust(False, False)
     found = verdicts(model, asked, drafts, progress, verifier) if verify else {p: {"ok": True, "why": ""} for p in asked}
-    told = {p: v["why"] for p, v in found.items() if not v["ok"]}
-    why = tuple(f"{INSTEAD[p]}: the {p} kernels were not found right on this GPU: {reason}" for p, reason in told.items())
+    failures = {p: v["why"] for p, v in found.items() if not v["ok"]}
+    why = tuple(f"{INSTEAD[p]}: the {p} kernels were not found right on this GPU: {reason}" for p, reason in failures.items())
     for line in why:
         say(line)
-    graph, one = (p in asked and p not in told for p in ("graph", "persistent"))
+    graph, one = (p in asked and p not in failures for p in ("graph", "persistent"))
     if graph:
         model.ops = kernels()
     return Trust(graph, one, why)

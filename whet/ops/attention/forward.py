@@ -26,28 +26,28 @@ from whet.ops.attention.hopper_forward import forward_hopper
 
 @triton.jit
 def _attend(
-    acc, top, total, q, k_view, v_view, b, h, i, lo, hi, Lk, rate, left, right,
+    acc, row_max, row_sum, q, k_view, v_view, b, h, i, lo, hi, Lk, rate, left, right,
     BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, HAS_LEFT: tl.constexpr, HAS_RIGHT: tl.constexpr, MASKED: tl.constexpr,
 ):
-    """acc, top, total after the keys [lo, hi): weighted values, highest score so far (in base 2), sum of weights."""
+    """acc, row_max, row_sum after the keys [lo, hi): weighted values, highest score so far (in base 2), sum of weights."""
     for n in tl.range(lo, hi, BLOCK_N):
         k = rows_of(k_view, b, h, n, BLOCK_N, BLOCK_D)
         s = dot(q, k.T)
         if MASKED:
             see = seen(i[:, None], n + tl.arange(0, BLOCK_N)[None, :], Lk, left, right, HAS_LEFT, HAS_RIGHT)
             s = tl.where(see, s, float("-inf"))
-        new = tl.maximum(top, tl.max(s, 1) * rate)
+        new = tl.maximum(row_max, tl.max(s, 1) * rate)
         base = new
         if MASKED:
             base = tl.where(new == float("-inf"), 0.0, new)  # a row that has met no key yet
         p = tl.exp2(s * rate - base[:, None])
-        alpha = tl.exp2(top - base)
-        total = total * alpha + tl.sum(p, 1)
+        alpha = tl.exp2(row_max - base)
+        row_sum = row_sum * alpha + tl.sum(p, 1)
         acc = acc * alpha[:, None]
         v = rows_of(v_view, b, h, n, BLOCK_N, BLOCK_D)
         acc = dot_add(acc, p.to(v.dtype), v)
-        top = new
-    return acc, top, total
+        row_max = new
+    return acc, row_max, row_sum
 
 
 @triton.jit
@@ -78,26 +78,26 @@ def _forward_kernel(
     )
     q = rows_of(q_view, b, h, first, BLOCK_M, BLOCK_D)
     acc = tl.zeros((BLOCK_M, BLOCK_D), dtype=tl.float32)
-    top = tl.full((BLOCK_M,), float("-inf"), dtype=tl.float32)
-    total = tl.zeros((BLOCK_M,), dtype=tl.float32)
+    row_max = tl.full((BLOCK_M,), float("-inf"), dtype=tl.float32)
+    row_sum = tl.zeros((BLOCK_M,), dtype=tl.float32)
     kv = h // GROUP
     if HAS_LEFT:
-        acc, top, total = _attend(
-            acc, top, total, q, k_view, v_view, b, kv, i, lo, full_lo, Lk, rate, left, right,
+        acc, row_max, row_sum = _attend(
+            acc, row_max, row_sum, q, k_view, v_view, b, kv, i, lo, full_lo, Lk, rate, left, right,
             BLOCK_N, BLOCK_D, HAS_LEFT, HAS_RIGHT, True,
         )
-    acc, top, total = _attend(
-        acc, top, total, q, k_view, v_view, b, kv, i, full_lo, full_hi, Lk, rate, left, right,
+    acc, row_max, row_sum = _attend(
+        acc, row_max, row_sum, q, k_view, v_view, b, kv, i, full_lo, full_hi, Lk, rate, left, right,
         BLOCK_N, BLOCK_D, HAS_LEFT, HAS_RIGHT, False,
     )
-    acc, top, total = _attend(
-        acc, top, total, q, k_view, v_view, b, kv, i, full_hi, hi, Lk, rate, left, right,
+    acc, row_max, row_sum = _attend(
+        acc, row_max, row_sum, q, k_view, v_view, b, kv, i, full_hi, hi, Lk, rate, left, right,
         BLOCK_N, BLOCK_D, HAS_LEFT, HAS_RIGHT, True,
     )
-    some = total != 0.0
-    o = acc * tl.where(some, 1.0 / total, 0.0)[:, None]
+    some = row_sum != 0.0
+    o = acc * tl.where(some, 1.0 / row_sum, 0.0)[:, None]
     put_rows(o_view, b, h, first, o, BLOCK_M, BLOCK_D)
-    lse = tl.where(some, top + tl.log2(total), float("-inf"))
+    lse = tl.where(some, row_max + tl.log2(row_sum), float("-inf"))
     tl.store(lse_ptr + bh.to(tl.int64) * Lq + row, lse, mask=row < Lq)
 
 

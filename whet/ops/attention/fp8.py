@@ -86,12 +86,12 @@ def _quantize_kernel(
 
 @triton.jit
 def _attend(
-    acc, top, total, unit_v, q, sq, k_desc, v_desc, sk_ptr, sv_ptr, kv, i, lo, hi, Lk, rate, left, right,
+    acc, row_max, row_sum, unit_v, q, sq, k_desc, v_desc, sk_ptr, sv_ptr, kv, i, lo, hi, Lk, rate, left, right,
     BLOCK_D: tl.constexpr, HAS_LEFT: tl.constexpr, HAS_RIGHT: tl.constexpr, MASKED: tl.constexpr,
 ):
-    """The state after the keys [lo, hi): acc * unit_v the weighted values, top the largest q . k so far, total the weights.
+    """The state after the keys [lo, hi): acc * unit_v the weighted values, row_max the largest q . k, row_sum the weights.
 
-    Scales are powers of two, so that acc and top pass exactly from the units of one tile to those of the next. A tile's
+    Scales are powers of two, so that acc and row_max pass exactly from the units of one tile to those of the next. A tile's
     scales are read during the tile before it: read where they are used, they cost a barrier a tile. What is carried of v's
     is their ratio: a value that is carried over two tiles makes Triton give up copying tiles ahead.
     """
@@ -108,7 +108,7 @@ def _attend(
         if MASKED:
             see = seen(i[:, None], n + tl.arange(0, BLOCK_N)[None, :], Lk, left, right, HAS_LEFT, HAS_RIGHT)
             s = tl.where(see, s, float("-inf"))
-        new = tl.maximum(top, tl.max(s, 1) * unit)
+        new = tl.maximum(row_max, tl.max(s, 1) * unit)
         base = new
         if MASKED:
             base = tl.where(new == float("-inf"), 0.0, new)  # a row that has met no key yet
@@ -117,14 +117,14 @@ def _attend(
         else:  # the rounding of base * rate could push weights past 448: subtract first, which is exact at the largest
             z = (s - (base * _inverse(unit))[:, None]) * (rate * unit) + SHIFT
         p = tl.exp2(z)
-        alpha = tl.exp2((top - base) * rate)
-        total = total * alpha + tl.sum(p, 1)
+        alpha = tl.exp2((row_max - base) * rate)
+        row_sum = row_sum * alpha + tl.sum(p, 1)
         v = v_desc.load([kv, 0, n]).reshape(BLOCK_D, BLOCK_N)
         acc = acc * (alpha * ratio)[:, None] + tl.dot(_e4m3(p), v.T)
-        top = new
+        row_max = new
         ratio = sv * _inverse(sv_next)
         sk, sv = sk_next, sv_next
-    return acc, top, total, ratio * sv
+    return acc, row_max, row_sum, ratio * sv
 
 
 @triton.jit
@@ -165,29 +165,29 @@ def _fp8_forward_kernel(
     sk_ptr += kv.to(tl.int64) * tl.cdiv(Lk, BLOCK_N)
     sv_ptr += kv.to(tl.int64) * tl.cdiv(Lk, BLOCK_N)
     acc = tl.zeros((BLOCK_M, BLOCK_D), dtype=tl.float32)
-    top = tl.full((BLOCK_M,), float("-inf"), dtype=tl.float32)
-    total = tl.zeros((BLOCK_M,), dtype=tl.float32)
+    row_max = tl.full((BLOCK_M,), float("-inf"), dtype=tl.float32)
+    row_sum = tl.zeros((BLOCK_M,), dtype=tl.float32)
     unit_v = 1.0
     if HAS_LEFT:
-        acc, top, total, unit_v = _attend(
-            acc, top, total, unit_v, q, sq, k_desc, v_desc, sk_ptr, sv_ptr, kv, i, lo, full_lo, Lk, rate, left, right,
+        acc, row_max, row_sum, unit_v = _attend(
+            acc, row_max, row_sum, unit_v, q, sq, k_desc, v_desc, sk_ptr, sv_ptr, kv, i, lo, full_lo, Lk, rate, left, right,
             BLOCK_D, HAS_LEFT, HAS_RIGHT, True,
         )
-    acc, top, total, unit_v = _attend(
-        acc, top, total, unit_v, q, sq, k_desc, v_desc, sk_ptr, sv_ptr, kv, i, full_lo, full_hi, Lk, rate, left, right,
+    acc, row_max, row_sum, unit_v = _attend(
+        acc, row_max, row_sum, unit_v, q, sq, k_desc, v_desc, sk_ptr, sv_ptr, kv, i, full_lo, full_hi, Lk, rate, left, right,
         BLOCK_D, HAS_LEFT, HAS_RIGHT, False,
     )
-    acc, top, total, unit_v = _attend(
-        acc, top, total, unit_v, q, sq, k_desc, v_desc, sk_ptr, sv_ptr, kv, i, full_hi, hi, Lk, rate, left, right,
+    acc, row_max, row_sum, unit_v = _attend(
+        acc, row_max, row_sum, unit_v, q, sq, k_desc, v_desc, sk_ptr, sv_ptr, kv, i, full_hi, hi, Lk, rate, left, right,
         BLOCK_D, HAS_LEFT, HAS_RIGHT, True,
     )
-    none = total == 0.0  # and acc is zero there
-    total = tl.where(none, 1.0, total)
-    lse = tl.where(none, float("-inf"), top * rate + tl.log2(total) - SHIFT)
+    none = row_sum == 0.0  # and acc is zero there
+    row_sum = tl.where(none, 1.0, row_sum)
+    lse = tl.where(none, float("-inf"), row_max * rate + tl.log2(row_sum) - SHIFT)
     tl.store(lse_ptr + bh.to(tl.int64) * Lq + row, lse, mask=row < Lq)
     d = tl.arange(0, BLOCK_D).to(tl.int64)
     to = o_ptr + b * stride_ob + h * stride_oh + row[:, None].to(tl.int64) * stride_ol + d[None, :] * stride_od
-    tl.store(to, acc * (unit_v / total)[:, None], mask=(row < Lq)[:, None] & (d < D)[None, :])
+    tl.store(to, acc * (unit_v / row_sum)[:, None], mask=(row < Lq)[:, None] & (d < D)[None, :])
 
 
 def padded(D: int) -> int:

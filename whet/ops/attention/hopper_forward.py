@@ -64,10 +64,10 @@ def _keys(
 
 @gluon.jit
 def _weights(
-    s, top, total, n, rows, lo_full, hi_full, Lk, rate, offset, left, right,
+    s, row_max, row_sum, n, rows, lo_full, hi_full, Lk, rate, offset, left, right,
     BLOCK_N: gl.constexpr, HAS_LEFT: gl.constexpr, HAS_RIGHT: gl.constexpr, SL: gl.constexpr,
 ):
-    """p, alpha, top, total: the weights of the scores s at the keys from n on, what to scale the sums before them by."""
+    """p, alpha, row_max, row_sum: the weights of the scores s at the keys from n on, what to scale the sums before them by."""
     masked = n + BLOCK_N > hi_full
     if HAS_LEFT:
         masked = masked | (n < lo_full)
@@ -79,13 +79,13 @@ def _weights(
         if HAS_LEFT:
             seen = seen & (at[None, :] >= rows[:, None] + (offset - left))
         s = gl.where(seen, s, float("-inf"))
-    new = gl.maximum(top, gl.max(s, 1) * rate)
+    new = gl.maximum(row_max, gl.max(s, 1) * rate)
     base = new
     if HAS_LEFT or HAS_RIGHT:
         base = gl.where(new == float("-inf"), 0.0, new)  # a row that has met no key yet
     p = gl.exp2(s * rate - base[:, None])
-    alpha = gl.exp2(top - base)
-    return p, alpha, new, total * alpha + gl.sum(p, 1)
+    alpha = gl.exp2(row_max - base)
+    return p, alpha, new, row_sum * alpha + gl.sum(p, 1)
 
 
 @gluon.jit
@@ -164,8 +164,8 @@ def _attend(
             if HAS_LEFT:
                 lo_full = m0 + ROWS - 1 + offset - left
             rows = m0 + gl.arange(0, ROWS, layout=gl.SliceLayout(1, SL))
-            top = gl.full([ROWS], float("-inf"), gl.float32, gl.SliceLayout(1, SL))
-            total = gl.full([ROWS], 0.0, gl.float32, gl.SliceLayout(1, SL))
+            row_max = gl.full([ROWS], float("-inf"), gl.float32, gl.SliceLayout(1, SL))
+            row_sum = gl.full([ROWS], 0.0, gl.float32, gl.SliceLayout(1, SL))
             acc = gl.full([ROWS, BLOCK_D], 0.0, gl.float32, OL)
             mbarrier.wait(q_full.index(0), turn & 1)
             mbarrier.wait(k_full.index(slot), phase)
@@ -176,8 +176,8 @@ def _attend(
             beat += 1
             s = warpgroup_mma_wait(0, deps=[s])
             mbarrier.arrive(k_empty.index(slot))
-            p, alpha, top, total = _weights(
-                s, top, total, lo, rows, lo_full, hi_full, Lk, rate, offset, left, right, BLOCK_N, HAS_LEFT, HAS_RIGHT, SL
+            p, alpha, row_max, row_sum = _weights(
+                s, row_max, row_sum, lo, rows, lo_full, hi_full, Lk, rate, offset, left, right, BLOCK_N, HAS_LEFT, HAS_RIGHT, SL
             )
             pa = gl.convert_layout(p.to(dtype), PL)
             for j in range(1, tiles):
@@ -197,8 +197,9 @@ def _attend(
                 beat += 1
                 s = warpgroup_mma_wait(1, deps=[s])
                 mbarrier.arrive(k_empty.index(slot1))
-                p, alpha, top, total = _weights(
-                    s, top, total, n, rows, lo_full, hi_full, Lk, rate, offset, left, right, BLOCK_N, HAS_LEFT, HAS_RIGHT, SL
+                p, alpha, row_max, row_sum = _weights(
+                    s, row_max, row_sum, n, rows, lo_full, hi_full, Lk, rate, offset, left, right,
+                    BLOCK_N, HAS_LEFT, HAS_RIGHT, SL,
                 )
                 # This barrier is complete already. ptxas moves the wait for acc up above the exponentials, which then
                 # hide nothing; it moves it past no branch, and a wait at a barrier is one.
@@ -212,8 +213,8 @@ def _attend(
             mbarrier.arrive(q_empty.index(0))
             mbarrier.wait(v_full.index(slot), phase)
             acc_run = warpgroup_mma(pa, v_smem.index(slot).reshape([BLOCK_N, BLOCK_D]), acc, is_async=True)
-            inv = gl.where(total != 0.0, 1.0 / total, 0.0)
-            lse = gl.where(total != 0.0, top + gl.log2(total), float("-inf"))
+            inv = gl.where(row_sum != 0.0, 1.0 / row_sum, 0.0)
+            lse = gl.where(row_sum != 0.0, row_max + gl.log2(row_sum), float("-inf"))
             gl.store(lse_ptr + bh.to(gl.int64) * Lq + rows, lse, mask=rows < Lq)
             acc = warpgroup_mma_wait(0, deps=[acc_run])
             mbarrier.arrive(v_empty.index(slot))
