@@ -83,15 +83,10 @@ def test_import_checker_sees_every_form():
     assert imported(tree) == ["tune", "plans", "verify", "ops"]
 
 
-NAMED_TWICE = {  # classes of the package still to be renamed; none may be added
-    "Attention", "Call", "Chain", "Deep", "Group", "Kept", "Made", "Model", "Row", "Small", "Wide",
-}
-
-
 def test_a_class_name_stands_for_one_class():
     """Of those at a module's top level: `Runner` of plans and `Runner` of decode would be two things of one name."""
     found = collections.Counter(n.name for p in PACKAGE for n in ast.parse(p.read_text()).body if isinstance(n, ast.ClassDef))
-    assert not {name for name, times in found.items() if times > 1} - NAMED_TWICE
+    assert not {name for name, times in found.items() if times > 1}
 
 
 def test_only_measure_reads_a_clock():

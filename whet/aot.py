@@ -68,7 +68,7 @@ class Compiled:
 
 
 @dataclass(frozen=True)
-class Row:
+class CompiledKernel:
     """One line of the table: a kernel in one configuration on one target."""
 
     op: str
@@ -220,22 +220,22 @@ def tiles(op: Op, impl: str, case: dict, target: str) -> list[str]:
         return [f"{impl}@{tile}" for tile in op.impls[impl].tiles(**args)]
 
 
-def row(launch: Launch, target: str, allowed: str) -> Row:
+def row(launch: Launch, target: str, allowed: str) -> CompiledKernel:
     """Compile and judge: a failure, spills on sm_90 without a stated reason, or too much shared memory is a problem."""
     head = (launch.op, launch.impl, launch.kernel, launch.case, launch.dtype, launch.config, target)
     try:
         c = compile_for(launch, target)
     except Exception as e:  # whatever a compiler throws is this row's problem, not the table's
-        return Row(*head, 0, 0, 0, f"does not compile: {(str(e).strip() or type(e).__name__).splitlines()[-1]}")
+        return CompiledKernel(*head, 0, 0, 0, f"does not compile: {(str(e).strip() or type(e).__name__).splitlines()[-1]}")
     problem = ""
     if c.shared > SHARED_LIMIT[target]:
         problem = f"takes {c.shared} bytes of shared memory, {target} has {SHARED_LIMIT[target]}"
     elif c.spills and target == "sm_90" and not allowed:
         problem = f"spills {c.spills} bytes a thread, and the impl gives no reason"
-    return Row(*head, c.registers, c.spills, c.shared, problem)
+    return CompiledKernel(*head, c.registers, c.spills, c.shared, problem)
 
 
-def check(names: list[str], progress) -> list[Row]:
+def check(names: list[str], progress) -> list[CompiledKernel]:
     """The rows of the named ops (all when none is named), `progress(done, total, text)` after each compile."""
     ops = discover()
     if unknown := set(names) - set(ops):
@@ -252,7 +252,7 @@ def check(names: list[str], progress) -> list[Row]:
     return rows
 
 
-def table(rows: list[Row]) -> str:
+def table(rows: list[CompiledKernel]) -> str:
     head = ("op", "kernel", "dtype", "config", "target", "regs", "spills", "shared", "problem")
     numbers = [[str(n) for n in (r.registers, r.spills, r.shared)] for r in rows]
     body = [(r.op, r.kernel, r.dtype, r.config, r.target, *n, r.problem) for r, n in zip(rows, numbers)]

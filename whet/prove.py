@@ -62,7 +62,7 @@ def prove(op: Op, name: str, call: Call, device: str) -> Verdict:
 
 
 @dataclass(frozen=True)
-class Made:
+class TrialInputs:
     """Arguments of one trial: case and dtype, family of values, seed."""
 
     case: tuple
@@ -71,7 +71,7 @@ class Made:
     seed: int = 0
 
 
-_kept: dict = {}  # (call key, Made, Use) -> Evidence, for the next candidate of the same call
+_kept: dict = {}  # (call key, TrialInputs, Use) -> Evidence, for the next candidate of the same call
 
 
 class Proof:
@@ -88,7 +88,7 @@ class Proof:
         if any(key[0] != call.key for key in _kept):
             _kept.clear()
 
-    def args(self, made: Made) -> dict | None:
+    def args(self, made: TrialInputs) -> dict | None:
         """The arguments of a trial, or None where the family changes nothing or the candidate refuses them."""
         torch.manual_seed(made.seed)
         args = self.op.inputs(dtype=DTYPES[made.dtype], device=self.device, **dict(made.case))
@@ -100,7 +100,7 @@ class Proof:
             args = changed
         return None if self.op.misfits(base(self.name), args) else args
 
-    def evidence(self, made: Made, args: dict, use: Use) -> Evidence:
+    def evidence(self, made: TrialInputs, args: dict, use: Use) -> Evidence:
         key = (self.call.key, made, use)
         if key in _kept:
             return _kept[key]
@@ -113,7 +113,7 @@ class Proof:
             _kept[key] = held
         return held
 
-    def usual(self, made: Made, use: Use, held: Evidence) -> dict:
+    def usual(self, made: TrialInputs, use: Use, held: Evidence) -> dict:
         """Eager's errors over several draws: of few values a single one may be lucky."""
         few = [name for name, t in held.oracle.items() if t is not None and t.numel() < MANY]
         drawn = [held]
@@ -122,7 +122,7 @@ class Proof:
                 drawn.append(evidence(self.op, args, use))
         return usual_errors([(e.eager, {name: e.oracle[name] for name in few}) for e in drawn])
 
-    def verify(self, made: Made, use: Use | None = None, like: Use | None = None, sliced: str = "") -> Verdict | None:
+    def verify(self, made: TrialInputs, use: Use | None = None, like: Use | None = None, sliced: str = "") -> Verdict | None:
         """One trial.
 
         use    how the call is used; like: another use whose evidence serves, since only layouts or what is asked for differ
@@ -140,7 +140,7 @@ class Proof:
         step = COARSE_TWIN if self.impl.known_inaccurate and made.dtype == "float32" and self.device == "cuda" else None
         average = not made.family and all(owns_its_elements(t) for t in tensors(args))
         leaks = made.family.split()[-1] if made.family in POISONED else "undefined" if made.family == UNDEFINED else ""
-        itself = made == Made(self.case, self.call.dtype) and use == Use(self.call.grad)
+        itself = made == TrialInputs(self.case, self.call.dtype) and use == Use(self.call.grad)
         slack = GROSS if made.family == OVERFLOWING else 1.0 if itself else further(made.dtype)
         return verify(self.op, self.impl, args, use=use, held=held, leaks=leaks, step=step, average=average, slack=slack)
 
@@ -148,16 +148,16 @@ class Proof:
         """The sharpest dtype that is sharper than the call's own and that the candidate takes."""
         for dtype in ("float32", "float16"):
             sharper = torch.finfo(DTYPES[dtype]).eps < torch.finfo(DTYPES[self.call.dtype]).eps
-            if sharper and self.args(Made(self.small, dtype)) is not None:
+            if sharper and self.args(TrialInputs(self.small, dtype)) is not None:
                 return dtype
         return None
 
     def trials(self) -> Iterator[Trial]:
-        own = Made(self.case, self.call.dtype)
+        own = TrialInputs(self.case, self.call.dtype)
         yield "values", partial(self.verify, own)
         twin = None if self.tile or self.once or self.call.dtype not in ("bfloat16", "float16") else self.twin()
         if twin:
-            yield twin, partial(self.verify, Made(self.case, twin))
+            yield twin, partial(self.verify, TrialInputs(self.case, twin))
         for dtype in (twin, self.call.dtype):
             if dtype and not (dtype == "float16" == twin):  # float16 has a range of its own, which is not the call's
                 yield from self.families(dtype, "" if dtype == self.call.dtype else f", {dtype}")
@@ -172,10 +172,10 @@ class Proof:
             if not (self.compiled and isinstance(self.op.hostile[family], Option)):  # there it is another graph
                 # Of scores that overflow the values are looked at: cuDNN's gradients overflow with them.
                 use = Use(self.call.grad and family != OVERFLOWING)
-                yield family + where, partial(self.verify, Made(self.small, dtype, family), use)
+                yield family + where, partial(self.verify, TrialInputs(self.small, dtype, family), use)
 
     def uses(self) -> Iterator[Trial]:
-        made, usual = Made(self.small, self.call.dtype), Use(self.call.grad)
+        made, usual = TrialInputs(self.small, self.call.dtype), Use(self.call.grad)
         if self.call.grad and not self.tile:
             yield from self.uses_of_gradients(made, usual)
         if self.compiled:
@@ -186,7 +186,7 @@ class Proof:
             if plain and len(args) > 1:
                 yield f"{name} sliced", partial(self.verify, made, sliced=name)
 
-    def uses_of_gradients(self, made: Made, usual: Use) -> Iterator[Trial]:
+    def uses_of_gradients(self, made: TrialInputs, usual: Use) -> Iterator[Trial]:
         names = [k for k in self.op.grads if (self.args(made) or {}).get(k) is not None]
         subsets = {tuple(k for k in names if k != left) for left in names} | {(k,) for k in names} if len(names) > 1 else set()
         for wanted in sorted(subsets, key=lambda s: (-len(s), s))[: 0 if self.once else 1 if self.compiled else None]:
@@ -209,12 +209,12 @@ class Proof:
         for words, case in neighbours(self.op, dict(self.case))[: 0 if self.once else 1 if few else None]:
             for dtype in {self.call.dtype: None} if few or not twin else {twin: None, self.call.dtype: None}:
                 where = "" if dtype == self.call.dtype else f", {dtype}"
-                yield words + where, partial(self.verify, Made(tuple(case.items()), dtype))
+                yield words + where, partial(self.verify, TrialInputs(tuple(case.items()), dtype))
 
     def repeat(self) -> Verdict | None:
         """The call twice, then with another between its forward and its backward, then with a second backward, then with other
         values in the same memory, then as at first."""
-        made = Made(self.case, self.call.dtype)
+        made = TrialInputs(self.case, self.call.dtype)
         args, use, slack = self.args(made), Use(self.call.grad), further(self.call.dtype)
         other = self.args(replace(made, seed=7))
         if args is None or other is None:
@@ -257,7 +257,7 @@ class Proof:
         return evaluate(self.op, self.impl.run, args, use.grad, use=use)
 
     def whole(self) -> Verdict | None:
-        args = self.args(Made(tuple(self.call.case.items()), self.call.dtype))
+        args = self.args(TrialInputs(tuple(self.call.case.items()), self.call.dtype))
         if args is None or self.op.pieces is None:
             return None
         return verify_whole(self.op, self.impl, args, self.call.grad)
@@ -268,7 +268,7 @@ def wrong_now(op: Op, names: list[str], call: Call, device: str) -> dict[str, st
     wrong, held, made = {}, None, None
     for name in names:
         proof = Proof(op, name, call, device)
-        made = made or Made(proof.case, call.dtype, seed=13)
+        made = made or TrialInputs(proof.case, call.dtype, seed=13)
         if (args := proof.args(made)) is None:
             continue
         held = held or proof.evidence(made, args, Use(call.grad))
@@ -281,7 +281,7 @@ def wrong_now(op: Op, names: list[str], call: Call, device: str) -> dict[str, st
 def run_once(op: Op, name: str, call: Call, device: str) -> None:
     """The candidate on few elements, whatever comes of it."""
     proof = Proof(op, name, call, device)
-    if (args := proof.args(Made(proof.small, call.dtype))) is not None:
+    if (args := proof.args(TrialInputs(proof.small, call.dtype))) is not None:
         proof.run(args, Use(call.grad))
 
 

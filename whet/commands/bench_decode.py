@@ -43,7 +43,7 @@ def command(
     """
     from whet.report import decode as decode_tables
 
-    kept = Kept(records)
+    kept = BenchRecord(records)
     with plain_errors("nothing was measured yet, so there is nothing to keep"), progress_bar(not as_json) as progress:
         if skip_rivals and rivals:
             raise ValueError(f"bench decode: --skip-rivals and --rivals exclude each other, got both, --rivals {rivals}")
@@ -90,7 +90,7 @@ def asked_for(model: str | None, context: str | None, batch: str | None, rivals:
     )
 
 
-class Kept:
+class BenchRecord:
     """The record of a long run, written after every part of it."""
 
     def __init__(self, folder: str):

@@ -30,7 +30,7 @@ NUDGE = 0.02  # drawn for weights of zeros: such a start (LoRA, adaLN-zero) bloc
 
 
 @dataclass
-class Made:
+class MadeTensor:
     """The op that last wrote a piece of memory."""
 
     at: int
@@ -75,7 +75,7 @@ class NotFinite:
 
     what: str  # "the parameter a.weight", "the input x", "the result of aten::sqrt"
     does: str
-    by: Made
+    by: MadeTensor
 
 
 class Flow(TorchDispatchMode):
@@ -87,14 +87,14 @@ class Flow(TorchDispatchMode):
         self.names, self.detaches = names or {}, Detaches()  # names: storage -> "the parameter a.weight"
         self.alive = dict(bits)  # storage -> parameters whose gradient can still come back through it
         self.past: dict[int, int] = {}  # storage -> cuts that its values have gone through
-        self.made: dict[int, Made] = {}
-        self.detached: dict[int, Made] = {}
+        self.made: dict[int, MadeTensor] = {}
+        self.detached: dict[int, MadeTensor] = {}
         self.cuts: dict[tuple[str, str], Cut] = {}
         self.used = 0
         self.customs: dict[str, str] = {}  # line -> op that is not torch's
-        self.last: dict[int, Made] = {}  # set of parameters -> the last op that read them
+        self.last: dict[int, MadeTensor] = {}  # set of parameters -> the last op that read them
         self.bad: NotFinite | None = None
-        self.dead: Made | None = None  # the first that made zeros alone of numbers that parameters gave
+        self.dead: MadeTensor | None = None  # the first that made zeros alone of numbers that parameters gave
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         kwargs = kwargs or {}
@@ -111,7 +111,7 @@ class Flow(TorchDispatchMode):
         self.region = "" if on or inside else self.region or line
         op, results = func._schema.name, [t for t in tensors_in(out) if t.layout == torch.strided]
         floating = all(t.is_floating_point() or t.is_complex() for t in results)
-        made = Made(self.at, op, line, self.modules.path, floating, on or inside, self.region)
+        made = MadeTensor(self.at, op, line, self.modules.path, floating, on or inside, self.region)
         if not op.startswith("aten::"):
             self.customs[line] = op
         if self.bad is None:
@@ -122,7 +122,9 @@ class Flow(TorchDispatchMode):
             self.follow(made, inputs, [t.untyped_storage()._cdata for t in results], inside)
         return out
 
-    def not_finite(self, made: Made, worst: int, given: list[torch.Tensor], results: list[torch.Tensor]) -> NotFinite | None:
+    def not_finite(
+        self, made: MadeTensor, worst: int, given: list[torch.Tensor], results: list[torch.Tensor]
+    ) -> NotFinite | None:
         """What is first read as NaN or infinity, or first made so: a parameter, an input, a result. -inf alone is a mask's."""
         if worst:
             bad = max(given, key=badness)
@@ -133,7 +135,7 @@ class Flow(TorchDispatchMode):
             return None
         return NotFinite(made.op, f"makes {'a NaN' if most > 1 else 'an infinity'} of finite numbers", made)
 
-    def follow(self, made: Made, inputs: list[tuple[int, bool]], outputs: list[int], inside: bool) -> None:
+    def follow(self, made: MadeTensor, inputs: list[tuple[int, bool]], outputs: list[int], inside: bool) -> None:
         bits = past = 0
         for storage, needs in inputs:
             carried = self.alive.get(storage, 0)
@@ -175,7 +177,7 @@ class Flow(TorchDispatchMode):
         return past | self.cut(storage, carried) if carried and not loss.requires_grad else past
 
 
-def blame(made: Made | None, detached: Made | None) -> tuple[Made, str, str, str]:
+def blame(made: MadeTensor | None, detached: MadeTensor | None) -> tuple[MadeTensor, str, str, str]:
     """(op to blame, its name, what it does, what to do instead) for memory whose gradient is lost."""
     freeze = "or set requires_grad to False on what is not to be trained"
     if made is not None and not made.differentiable:

@@ -37,7 +37,7 @@ class Kernel:
 
 
 @dataclass
-class Row:
+class ProfileRow:
     """A module's own work, that of modules inside it not counted."""
 
     forward_us: float = 0.0
@@ -55,7 +55,7 @@ class Row:
 class Profile:
     step: Timing  # un-profiled
     kernels: list[Kernel]
-    rows: dict[str, Row]  # by module path
+    rows: dict[str, ProfileRow]  # by module path
     syncs: int  # times the host waited for the GPU within the step
     device: str
     host_us: float = 0.0
@@ -78,9 +78,9 @@ class Profile:
     def launches(self) -> int:
         return len(self.kernels)
 
-    def under(self, path: str) -> Row:
+    def under(self, path: str) -> ProfileRow:
         """A module with everything inside it."""
-        total = Row()
+        total = ProfileRow()
         for name, row in self.rows.items():
             if name == path or name.startswith(f"{path}.") or not path:
                 for f in ("forward_us", "backward_us", "optimizer_us", "launches", "host_us"):
@@ -144,7 +144,7 @@ def read(prof, step: Timing, device: str) -> Profile:
     whole, most = sum(k.us for k in kernels), step.ms * 1e3
     if device != "cuda" and whole > most:
         kernels = [replace(k, us=k.us * most / whole) for k in kernels]
-    rows: dict[str, Row] = collections.defaultdict(Row)
+    rows: dict[str, ProfileRow] = collections.defaultdict(ProfileRow)
     for k in kernels:
         row = rows[k.module]
         setattr(row, f"{k.phase}_us", getattr(row, f"{k.phase}_us") + k.us)

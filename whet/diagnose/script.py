@@ -81,7 +81,7 @@ class Script:
 
 
 @dataclass
-class Call:
+class ModelCall:
     """A model called by the script itself: with what, in which modes, and the gradient that came back to what it returned."""
 
     model: nn.Module
@@ -118,8 +118,8 @@ class Watcher:
     def __init__(self, path: Path):
         self.script = Script(path)
         self.folder = str(path.resolve().parent)
-        self.calls: list[Call] = []  # up to the first backward
-        self.first: Call | None = None
+        self.calls: list[ModelCall] = []  # up to the first backward
+        self.first: ModelCall | None = None
         self.optimizers: dict[torch.optim.Optimizer, Clearing] = {}
         self.depth = 0
         self.loss = 0.0  # of the backward that is going on
@@ -154,7 +154,7 @@ class Watcher:
         device = next(module.parameters()).device.type
         on = device in ("cpu", "cuda") and torch.is_autocast_enabled(device)
         cast = (device, torch.get_autocast_dtype(device)) if on else None
-        call = Call(module, args, dict(kwargs), [(m, m.training) for m in module.modules()], cast, find_loss(out) is None)
+        call = ModelCall(module, args, dict(kwargs), [(m, m.training) for m in module.modules()], cast, find_loss(out) is None)
         self.first = self.first or call
         outs = [(i, t) for i, t in enumerate(tensors_in(out)) if t.requires_grad and t.grad_fn is not None]
         if outs:
@@ -162,7 +162,7 @@ class Watcher:
         for i, t in outs:
             t.register_hook(lambda g, i=i: self.returned(call, i, g))
 
-    def returned(self, call: Call, i: int, grad: torch.Tensor) -> None:
+    def returned(self, call: ModelCall, i: int, grad: torch.Tensor) -> None:
         if i not in call.grads:
             call.grads[i], call.loss = grad.detach().clone(), self.loss
 
@@ -216,7 +216,7 @@ class Watcher:
             frame = frame.f_back  # type: ignore[assignment]
         return ""
 
-    def chosen(self) -> Call | None:
+    def chosen(self) -> ModelCall | None:
         """The largest model that a gradient came back to; of a script that trains none, the first it called."""
         trained = [c for c in self.calls if c.grads]
         return max(trained, key=lambda c: sum(p.numel() for p in c.model.parameters()), default=self.first)

@@ -33,7 +33,7 @@ def folded(model: nn.Module) -> dict[str, str]:
 
 
 @dataclass
-class Group:
+class ModuleGroup:
     """Modules of one kind: their own work, that of modules inside them not counted."""
 
     path: str
@@ -77,14 +77,14 @@ def floor_of(run: Run, e: Event) -> tuple[float, float]:
     return max(run.floor_ms(e.bytes), compute), compute
 
 
-def groups(run: Run, fold: bool = True) -> list[Group]:
+def groups(run: Run, fold: bool = True) -> list[ModuleGroup]:
     """Every kind of module with its own time and its floor, the longest first."""
-    found: dict[str, Group] = {}
+    found: dict[str, ModuleGroup] = {}
     names = folded(run.target.model) if fold else {}
 
-    def of(path: str) -> Group:
+    def of(path: str) -> ModuleGroup:
         name = names.get(path, path)
-        return found.setdefault(name, Group(name))
+        return found.setdefault(name, ModuleGroup(name))
 
     for path, row in run.profile.rows.items():
         g = of(path)

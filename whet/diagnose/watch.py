@@ -202,7 +202,7 @@ def flops_of(func, args, kwargs, out) -> int:
     return 0
 
 
-class Kept:
+class SavedTensors:
     """Bytes that a forward keeps for its backward, by module; parameters, inputs and what was kept already not counted."""
 
     def __init__(self, modules: Modules, known: set[int]):
@@ -244,7 +244,7 @@ def watch(target: Target) -> Watched:
     names = {p.data_ptr(): n for n, p in target.model.named_parameters() if p.numel()}
     known = {p.untyped_storage()._cdata for p in (*target.model.parameters(), *target.model.buffers())}
     known |= {t.untyped_storage()._cdata for t in tensors_in((target.args, target.kwargs))}
-    ops, kept = OpWatch(modules, names), Kept(modules, known)
+    ops, kept = OpWatch(modules, names), SavedTensors(modules, known)
     with restored(target), compiler_off(), ops, torch.autograd.graph.saved_tensors_hooks(kept.pack, lambda t: t):
         loss = watched_step(target, modules)
         found.events, found.kept = ops.events, kept.bytes

@@ -22,7 +22,7 @@ ALONE = ("aten::_local_scalar_dense", "aten::nonzero", "aten::embedding", "aten:
 
 
 @dataclass
-class Chain:
+class FusableChain:
     module: str  # pattern
     phase: str
     ops: tuple[str, ...]
@@ -105,16 +105,16 @@ def launch_ms(run: Run) -> float:
     return p.idle_us / 1e3 / p.launches if run.gpu and p.idle_share > IDLE and p.launches else 0.0
 
 
-def what_if(run: Run) -> list[Chain]:
+def what_if(run: Run) -> list[FusableChain]:
     """Chains of one kind told together, the largest gain first."""
     known, per_launch, events = times(run), launch_ms(run), run.watched.events
-    found: dict[tuple, Chain] = {}
+    found: dict[tuple, FusableChain] = {}
     for chain in chains(events):
         ops = tuple(short(e.op) for e in chain)
         key = (pattern(chain[0].module), chain[0].phase, ops)
         now = sum(known.get((e.phase, e.module, e.op), run.floor_ms(e.bytes)) + per_launch for e in chain)
         fused = min(now, run.floor_ms(fused_bytes(chain, events)) + max(per_launch, LAUNCH_MS))
-        c = found.setdefault(key, Chain(key[0], key[1], ops, 0, 0.0, 0.0, 0))
+        c = found.setdefault(key, FusableChain(key[0], key[1], ops, 0, 0.0, 0.0, 0))
         c.count, c.now_ms, c.fused_ms = c.count + 1, c.now_ms + now, c.fused_ms + fused
         c.saved_launches += len(chain) - 1
     told = [c for c in found.values() if c.gain_ms >= LEAST * run.step_ms]
@@ -139,7 +139,7 @@ def signatures() -> dict[tuple[str, ...], str]:
     return found
 
 
-def named(chain: Chain) -> str:
+def named(chain: FusableChain) -> str:
     """The whet op whose formula this chain is, or which its ops contain: "" where there is none."""
     given = tuple(op for op in chain.ops if op != "_to_copy")  # a change of precision inside is no other formula
     for ops, name in sorted(signatures().items(), key=lambda item: -len(item[0])):
@@ -148,7 +148,7 @@ def named(chain: Chain) -> str:
     return ""
 
 
-def realise(run: Run, found: list[Chain], most: int = 3) -> None:
+def realise(run: Run, found: list[FusableChain], most: int = 3) -> None:
     """Beside a prediction, what an impl of whet's own gives: formula against kernel, timed at a shape of the op's own bench."""
     for chain in found[:most]:
         chain.realised_by = named(chain)

@@ -256,7 +256,7 @@ class Grouped(nn.Module):
         return x + self.o(out.transpose(1, 2).reshape(B, S, 512))
 
 
-class Stack(nn.Module):
+class CopiesExample(nn.Module):
     def __init__(self, written_out: bool):
         super().__init__()
         self.layers = nn.ModuleList(Grouped(written_out) for _ in range(2))
@@ -272,7 +272,7 @@ def example(written_out: bool) -> Target:
     device = this_machine().device
     dtype, batch = (torch.bfloat16, 1024) if device == "cuda" else (torch.float32, 4)  # large enough to be seen in a step
     x = torch.randn(batch, 64, 32, device=device, dtype=dtype)
-    return target_of("example", (Stack(written_out).to(device, dtype), x))
+    return target_of("example", (CopiesExample(written_out).to(device, dtype), x))
 
 
 CHECK = Check("copies", "copies that only change the layout", find, lambda: example(True), lambda: example(False))

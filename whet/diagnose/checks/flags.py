@@ -150,7 +150,7 @@ def costly(run: Run, flag: Flag):
     )
 
 
-class Deep(nn.Module):
+class FlagsExample(nn.Module):
     """Many small ops, as in a model's forward."""
 
     def __init__(self):
@@ -163,7 +163,7 @@ class Deep(nn.Module):
 
 def example(anomaly: bool) -> Target:
     """The flag is on within the step alone, so nothing is left on behind it."""
-    model, x = Deep(), torch.randn(4, 16)
+    model, x = FlagsExample(), torch.randn(4, 16)
 
     def step():
         model.zero_grad()

@@ -74,7 +74,7 @@ def find(run: Run):
     )
 
 
-class Wide(nn.Module):
+class Fp32Example(nn.Module):
     """Large enough that its products are the step."""
 
     def __init__(self, autocast: bool):
@@ -87,7 +87,7 @@ class Wide(nn.Module):
 
 
 def example(autocast: bool) -> Target:
-    return target_of("example", (Wide(autocast).cuda(), torch.randn(8192, 4096, device="cuda")))
+    return target_of("example", (Fp32Example(autocast).cuda(), torch.randn(8192, 4096, device="cuda")))
 
 
 CHECK = Check(

@@ -85,7 +85,7 @@ def find(run: Run):
         )
 
 
-class Small(nn.Module):
+class GraphBreaksExample(nn.Module):
     """With a break where a tensor's value is asked for in Python."""
 
     def __init__(self, breaks: bool):
@@ -100,7 +100,7 @@ class Small(nn.Module):
 
 
 def example(breaks: bool) -> Target:
-    return target_of("example", (torch.compile(Small(breaks), backend="eager"), torch.randn(4, 16)))
+    return target_of("example", (torch.compile(GraphBreaksExample(breaks), backend="eager"), torch.randn(4, 16)))
 
 
 CHECK = Check("graph_breaks", "graph breaks and recompilations", find, lambda: example(True), lambda: example(False))

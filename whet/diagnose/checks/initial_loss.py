@@ -64,7 +64,7 @@ def widest(run: Run) -> list[tuple[str, tuple[float, float]]]:
     return sorted(run.watched.outputs.items(), key=lambda item: -item[1][1])[:3]
 
 
-class Small(nn.Module):
+class InitialLossExample(nn.Module):
     def __init__(self, std: float):
         super().__init__()
         self.embed, self.head = nn.Embedding(100, 64), nn.Linear(64, 100, bias=False)
@@ -77,7 +77,7 @@ class Small(nn.Module):
 def example(std: float) -> Target:
     torch.manual_seed(0)
     tokens = torch.randint(100, (4, 16))
-    return target_of("example", (Small(std), dict(tokens=tokens, labels=tokens)))
+    return target_of("example", (InitialLossExample(std), dict(tokens=tokens, labels=tokens)))
 
 
 CHECK = Check("initial_loss", "a first loss far above ln(classes)", find, lambda: example(3.0), lambda: example(0.02))

@@ -103,7 +103,7 @@ class Batches(Dataset):
         return self.x
 
 
-class Wide(nn.Module):
+class StallsExample(nn.Module):
     def __init__(self):
         super().__init__()
         self.layers = nn.Sequential(nn.Linear(512, 1024), nn.ReLU(), nn.Linear(1024, 512))
@@ -114,7 +114,7 @@ class Wide(nn.Module):
 
 def example(slow: bool) -> Target:
     data = Batches(slow)
-    return target_of("example", dict(model=Wide(), batch=data.x, loader=DataLoader(data, batch_size=None)))
+    return target_of("example", dict(model=StallsExample(), batch=data.x, loader=DataLoader(data, batch_size=None)))
 
 
 CHECK = Check("input_stalls", "steps that wait for their batch", find, lambda: example(True), lambda: example(False))

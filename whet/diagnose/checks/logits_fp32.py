@@ -134,7 +134,7 @@ def finding(run: Run, found: Logits, cost: float, made: int, kept: int) -> Findi
     )
 
 
-class Model(nn.Module):
+class LogitsExample(nn.Module):
     def __init__(self, fused: bool):
         super().__init__()
         self.fused, self.embed, self.lm_head = fused, nn.Embedding(4096, 32), nn.Linear(32, 4096, bias=False)
@@ -148,7 +148,7 @@ class Model(nn.Module):
 
 def example(fused: bool) -> Target:
     torch.manual_seed(0)
-    return target_of("example", (Model(fused).bfloat16(), torch.randint(4096, (4, 64))))
+    return target_of("example", (LogitsExample(fused).bfloat16(), torch.randint(4096, (4, 64))))
 
 
 CHECK = Check(

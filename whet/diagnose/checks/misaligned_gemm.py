@@ -70,7 +70,7 @@ def product(e: Event) -> Product | None:
 
 
 @dataclasses.dataclass
-class Group:
+class GemmGroup:
     """Products with rows of these sizes, forward and backward: one size is padded for all of them."""
 
     sizes: tuple[int, ...]
@@ -106,9 +106,9 @@ def tf32(dtype: torch.dtype, gpu: bool) -> bool:
     return gpu and dtype == torch.float32 and allowed
 
 
-def groups(run: Run) -> list[Group]:
+def groups(run: Run) -> list[GemmGroup]:
     """The misaligned ones, the most flops first. A weight that autocast has cast keeps its name."""
-    found: dict[tuple, Group] = {}
+    found: dict[tuple, GemmGroup] = {}
     names: dict[int, str] = {}  # storage of a cast -> the parameter it was cast from
     for e in run.watched.events:
         if e.op == "aten::_to_copy" and e.inputs and e.inputs[0].name:
@@ -120,7 +120,7 @@ def groups(run: Run) -> list[Group]:
         if p is None or not p.bad or not (p.a.dtype in HALF or tf32(p.a.dtype, run.gpu)):
             continue
         key = (tuple(sorted(p.misaligned)), p.a.dtype)
-        group = found.setdefault(key, Group(*key))
+        group = found.setdefault(key, GemmGroup(*key))
         group.products.append(p)
         named = [t.name or names.get(t.storage, "") for t in (p.a, p.b)]
         group.names |= {n: None for n in named if n}
@@ -169,7 +169,7 @@ def find(run: Run):
         yield finding(run, g, sizes, gain, figures, g.flops / total)
 
 
-def finding(run: Run, g: Group, sizes: str, gain: float | None, figures: str, share: float) -> Finding:
+def finding(run: Run, g: GemmGroup, sizes: str, gain: float | None, figures: str, share: float) -> Finding:
     first = g.products[0]
     m, k, n = first.sizes
     kind = str(g.dtype).removeprefix("torch.")

@@ -150,7 +150,7 @@ def spent_ms(run: Run) -> float:
     return min(max(row.optimizer_us, host), row.optimizer_us + profile.idle_us) / 1e3
 
 
-class Deep(nn.Module):
+class OptimizerExample(nn.Module):
     """Many small parameters, so that the update is launches."""
 
     def __init__(self):
@@ -162,7 +162,7 @@ class Deep(nn.Module):
 
 
 def example(fused: bool | None) -> Target:
-    model = Deep()
+    model = OptimizerExample()
     return target_of("example", (model, torch.randn(8, 32), torch.optim.AdamW(model.parameters(), lr=1e-4, fused=fused)))
 
 

@@ -142,7 +142,7 @@ class Sine(nn.Module):
         return torch.sin(x * self.scale)
 
 
-class Chain(nn.Module):
+class MemoryExample(nn.Module):
     """Each block keeps two tensors of the input's size."""
 
     def __init__(self, blocks: int):
@@ -158,7 +158,8 @@ class Chain(nn.Module):
 def example(share: float) -> Target:
     """A step that keeps this share of the GPU's memory for its backward."""
     blocks, memory = 16, torch.cuda.get_device_properties(0).total_memory
-    return target_of("example", (Chain(blocks).cuda(), torch.ones(int(share * memory / (2 * blocks * 4)), device="cuda")))
+    elements = int(share * memory / (2 * blocks * 4))
+    return target_of("example", (MemoryExample(blocks).cuda(), torch.ones(elements, device="cuda")))
 
 
 CHECK = Check("peak_memory", "a device that is nearly full", find, lambda: example(0.66), lambda: example(0.2), gpu=True)

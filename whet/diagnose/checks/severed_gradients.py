@@ -7,7 +7,7 @@ from dataclasses import replace
 import torch
 from torch import nn
 
-from whet.diagnose.flow import FORMULALESS, STATES, Cut, Made, NotFinite, Trace, trace
+from whet.diagnose.flow import FORMULALESS, STATES, Cut, MadeTensor, NotFinite, Trace, trace
 from whet.diagnose.run import Check, Finding, Run
 from whet.diagnose.target import Target, target_of
 from whet.diagnose.tell import pattern
@@ -89,7 +89,7 @@ def named_op(cut: Cut, customs: dict[str, str]) -> Cut:
     return replace(cut, what=op, fix=f"Register a formula for {op} with torch.library.register_autograd") if op else cut
 
 
-def in_forward(made: Made, does: str, fix: str, state: str) -> Cut:
+def in_forward(made: MadeTensor, does: str, fix: str, state: str) -> Cut:
     return Cut(made.op, does, made.line, fix, state, modules={made.module: None})
 
 
@@ -145,7 +145,7 @@ def ratio(run: Run) -> list[str]:
     return []
 
 
-class Small(nn.Module):
+class SeveredExample(nn.Module):
     def __init__(self, cut: bool):
         super().__init__()
         self.embed, self.head, self.cut = nn.Embedding(50, 32), nn.Linear(32, 50), cut
@@ -163,7 +163,7 @@ class Small(nn.Module):
 def example(cut: bool) -> Target:
     torch.manual_seed(0)
     tokens = torch.randint(50, (4, 16))
-    return target_of("example", (Small(cut), dict(tokens=tokens, labels=tokens)))
+    return target_of("example", (SeveredExample(cut), dict(tokens=tokens, labels=tokens)))
 
 
 CHECK = Check(

@@ -113,7 +113,7 @@ def find(run: Run):
         yield from found
 
 
-class Attention(nn.Module):
+class StalePlanExample(nn.Module):
     def __init__(self):
         super().__init__()
         self.qkv = nn.Linear(128, 3 * 128)
@@ -129,7 +129,7 @@ class Two(nn.Module):
 
     def __init__(self, sliced: bool):
         super().__init__()
-        self.first, self.second, self.sliced = Attention(), Attention(), sliced
+        self.first, self.second, self.sliced = StalePlanExample(), StalePlanExample(), sliced
 
     def forward(self, x):
         a, b = self.first(x), self.second(x)

@@ -43,7 +43,7 @@ def find(run: Run):
     )
 
 
-class Small(nn.Module):
+class UnownedExample(nn.Module):
     def __init__(self):
         super().__init__()
         self.body, self.head = nn.Linear(16, 16), nn.Linear(16, 4)
@@ -53,7 +53,7 @@ class Small(nn.Module):
 
 
 def example(forgotten: bool) -> Target:
-    model = Small()
+    model = UnownedExample()
     given = model.body.parameters() if forgotten else model.parameters()
     return target_of("example", (model, torch.randn(8, 16), torch.optim.SGD(given, lr=0.1)))
 

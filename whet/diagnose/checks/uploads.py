@@ -106,7 +106,7 @@ class Causal(nn.Module):
         return x + F.scaled_dot_product_attention(q, k, v, attn_mask=mask).transpose(1, 2).flatten(2)
 
 
-class Stack(nn.Module):
+class UploadsExample(nn.Module):
     def __init__(self, on_cpu: bool):
         super().__init__()
         self.layers = nn.ModuleList(Causal(on_cpu) for _ in range(4))
@@ -118,7 +118,7 @@ class Stack(nn.Module):
 
 
 def example(on_cpu: bool, device: str = "cuda") -> Target:
-    return target_of("example", (Stack(on_cpu).to(device), torch.randn(2, 256, 64, device=device)))
+    return target_of("example", (UploadsExample(on_cpu).to(device), torch.randn(2, 256, 64, device=device)))
 
 
 CHECK = Check(
