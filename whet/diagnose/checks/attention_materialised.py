@@ -22,7 +22,7 @@ PRODUCTS = ("aten::bmm", "aten::baddbmm", "aten::matmul")
 
 
 @dataclasses.dataclass
-class MaterialisedAttention:
+class WholeScores:
     """One attention: its softmax, the products before and after it, and every op on a tensor of its scores' size."""
 
     softmax: Event
@@ -52,7 +52,7 @@ def alike(t: Seen, scores: Seen) -> bool:
     return t.numel == scores.numel and len(t.shape) > 2 and sorted(t.shape[-2:]) == sorted(scores.shape[-2:])
 
 
-def attentions(events: list[Event]) -> list[MaterialisedAttention]:
+def attentions(events: list[Event]) -> list[WholeScores]:
     """Every softmax that stands between two products of its size, with no other softmax between."""
     softmaxes = [e for e in events if e.op in ("aten::_softmax", "aten::_safe_softmax") and e.phase == "forward"]
     softmaxes = [e for e in softmaxes if len(e.inputs[0].shape) >= 3 and last_dim(e)]
@@ -64,7 +64,7 @@ def attentions(events: list[Event]) -> list[MaterialisedAttention]:
         before = [p for p in products if p.index < e.index and alike(p.outputs[0], e.inputs[0])]
         after = [p for p in products if p.index > e.index and any(alike(t, e.inputs[0]) for t in p.inputs)]
         if before and after:
-            found.append(MaterialisedAttention(e, before[-1], after[0]))
+            found.append(WholeScores(e, before[-1], after[0]))
             found[-1].touching = [t for t in events[before[-1].index : after[0].index + 1] if touches(t, e.inputs[0])]
     for same in grouped(found, lambda a: (a.module, a.scores.shape)):
         within = {m for a in same for m in (a.module, a.before.module, a.softmax.module, a.after.module)}
@@ -79,8 +79,8 @@ def touches(e: Event, scores: Seen) -> bool:
     return not e.view and any(alike(t, scores) for t in (*e.inputs, *e.outputs))
 
 
-def grouped(found: list[MaterialisedAttention], key: Callable[[MaterialisedAttention], tuple]) -> list[list[MaterialisedAttention]]:
-    groups: dict[tuple, list[MaterialisedAttention]] = {}
+def grouped(found: list[WholeScores], key: Callable[[WholeScores], tuple]) -> list[list[WholeScores]]:
+    groups: dict[tuple, list[WholeScores]] = {}
     for a in found:
         groups.setdefault(key(a), []).append(a)
     return list(groups.values())
@@ -91,7 +91,7 @@ def last_dim(e: Event) -> bool:
     return dim in (-1, len(e.inputs[0].shape) - 1)
 
 
-def excess_ms(run: Run, a: MaterialisedAttention) -> float:
+def excess_ms(run: Run, a: WholeScores) -> float:
     """What its scores cost in memory traffic; less one product, which a fused backward does again."""
     cost = 0.0
     for e in a.touching:
@@ -123,7 +123,7 @@ def plain(q, k, v, mask):
     return (scores if mask is None else scores.masked_fill(mask, float("-inf"))).softmax(-1) @ v
 
 
-def measured(a: MaterialisedAttention, masked: bool, train: bool) -> tuple[float, float]:
+def measured(a: WholeScores, masked: bool, train: bool) -> tuple[float, float]:
     """ms of one attention of this size: by its formula, and by scaled_dot_product_attention."""
     *heads, lq, lk = a.scores.shape
     q0, width = a.before.inputs[-2], a.before.inputs[-2].shape[-1]
@@ -147,7 +147,7 @@ def measured(a: MaterialisedAttention, masked: bool, train: bool) -> tuple[float
     return found["plain"].ms, found["fused"].ms
 
 
-def is_masked(a: MaterialisedAttention, events: list[Event]) -> bool:
+def is_masked(a: WholeScores, events: list[Event]) -> bool:
     between = [e for e in events[a.before.index + 1 : a.softmax.index] if e in a.touching]
     return any(e.op.startswith(("aten::masked_fill", "aten::where", "aten::add")) for e in between)
 
@@ -175,7 +175,7 @@ def find(run: Run):
         yield finding(run, found, cost, figures, masked)
 
 
-def finding(run: Run, found: list[MaterialisedAttention], cost: float, figures: list[str], masked: bool) -> Finding:
+def finding(run: Run, found: list[WholeScores], cost: float, figures: list[str], masked: bool) -> Finding:
     a = found[0]
     shape, mib = " x ".join(map(str, a.scores.shape)), a.scores.bytes / 2**20
     where = pattern(a.module) or "the model itself"
@@ -197,7 +197,7 @@ def finding(run: Run, found: list[MaterialisedAttention], cost: float, figures: 
     )
 
 
-def fix_for(run: Run, a: MaterialisedAttention, masked: bool) -> str:
+def fix_for(run: Run, a: WholeScores, masked: bool) -> str:
     modules = dict(run.target.model.named_modules())
     if isinstance(modules.get(a.module), nn.MultiheadAttention):
         return "Call it with need_weights=False: it then runs scaled_dot_product_attention and holds no scores"
