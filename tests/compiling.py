@@ -13,6 +13,7 @@ import platform
 import signal
 import subprocess
 import sys
+import tempfile
 import time
 from pathlib import Path
 
@@ -114,7 +115,12 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 def pytest_collection_finish(session: pytest.Session) -> None:
     if any(map(needs_rows, session.items)) and not session.config.option.collectonly:
-        job = Compiling(FOLDER, key(), [sys.executable, "-m", "whet.aot", "--json"])
+        try:
+            FOLDER.mkdir(parents=True, exist_ok=True)
+            folder = FOLDER
+        except OSError:  # a home that cannot be written: each worker compiles for itself
+            folder = Path(tempfile.mkdtemp(prefix="whet-aot-"))
+        job = Compiling(folder, key(), [sys.executable, "-m", "whet.aot", "--json"])
         session.config.stash[COMPILING] = job
         job.start()
 
