@@ -6,6 +6,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+os.environ.pop("COLUMNS", None)  # of whoever runs the tests, and of pytest's workers
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # another worker has the other core; threads that wait for it only spin
 
 import torch  # noqa: E402

@@ -16,6 +16,7 @@ from whet.autoselect import ModelConfig, auto_select_kernels, benchmark_rms_norm
 from whet.choices import Choices
 from whet.lock import Lock
 from whet.op import discover
+from whet.tune import Tuned
 
 KEYS = {"pytorch_ms", "triton_ms", "speedup", "use_triton", "chosen", "verified", "reason", "candidates"}
 GPU = torch.cuda.is_available()
@@ -43,11 +44,14 @@ def fake(monkeypatch, request):
 
     def tune(calls, lock, modes, bucket):
         assert not bucket, "the sizes asked for are those timed"
+        entries = {}
         for call, _ in calls:
             asked.append(call)
             times = {"eager": 8.0, "torch": 4.0, "triton": 1.0} | tile
             timed = {name: {"ok": True, "share": 0.1, "why": "", "ms": ms} for name, ms in times.items()}
-            lock.calls[f"{call.key} @ {modes[0]}"] = {"candidates": timed, "chosen": chosen, "why": "fastest of the verified"}
+            entries[f"{call.key} @ {modes[0]}"] = {"candidates": timed, "chosen": chosen, "why": "fastest of the verified"}
+        lock.calls.update(entries)
+        return Tuned({}, entries)
 
     tile = getattr(request, "param", {})
     chosen = next(iter(tile), "triton")

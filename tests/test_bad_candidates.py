@@ -270,6 +270,7 @@ def test_no_impl_leaves_its_process_changed(op, device):
 
 def test_a_precision_that_is_set_and_set_back_is_no_change_left_behind():
     """torch then says "ieee" where it said "none", and both mean float32."""
+    torch.set_float32_matmul_precision("highest")  # whatever an earlier test left
     with isolated() as changed:
         before = torch.get_float32_matmul_precision()
         torch.set_float32_matmul_precision("highest")

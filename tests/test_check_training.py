@@ -93,7 +93,7 @@ def test_parameters_of_a_scripts_second_optimizer_are_owned(tmp_path):
 
 def uploaded(on_cpu: bool) -> list:
     """The events of a forward on the meta device, which stands for a GPU here: copies to it are seen, nothing is computed."""
-    model = uploads.Stack(on_cpu).to("meta")
+    model = uploads.UploadsExample(on_cpu).to("meta")
     with torch.no_grad(), (modules := Modules(model))(), OpWatch(modules, {}) as seen:
         model(torch.empty(2, 16, 64, device="meta"))
     return uploads.uploads(seen.events, "meta")

@@ -228,7 +228,7 @@ def test_chains_are_runs_of_ops_that_feed_one_another():
 
 def test_a_chain_that_is_one_of_whets_formulas_is_named():
     def of(*ops):
-        return whatif.named(whatif.Chain("", "forward", ops, 1, 1.0, 0.1, len(ops) - 1))
+        return whatif.named(whatif.FusableChain("", "forward", ops, 1, 1.0, 0.1, len(ops) - 1))
 
     assert of("add", "pow", "mean", "add", "rsqrt", "mul", "mul") == "add_rms_norm"
     assert of("pow", "mean", "add", "rsqrt", "mul", "mul") == "rms_norm" and not of("tanh", "mul")

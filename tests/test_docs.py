@@ -83,7 +83,7 @@ def test_readme_shows_the_float32_run_however_old_it_is(recorded):
 def test_an_excerpt_is_what_the_terminal_shows(recorded):
     text = front.optimize_run(recorded)
     assert text.startswith("```text\n$ whet bench\nplans for tiny-llama:tiny float32: one training step\n")
-    assert "│ eager + choices " in text and "2.50x" in text and "grad norm is missing" in text
+    assert "│ choices " in text and "2.50x" in text and "grad norm is missing" in text
     write(recorded, "doctor-a.json", record(FOUND))
     said = "1. it copies [1.000 ms, 25% of the step]\n     a copy\n   fix: Do not (gives back about 1.000 ms)"
     assert said in front.finding(recorded)
@@ -179,11 +179,12 @@ def test_the_example_model_records_its_calls_and_every_parameter_has_a_gradient(
     model = example(2, "tiny_mlp", tmp_path).MODEL
     monkeypatch.setattr(models, "discover", lambda: {model.name: model})
     found, size = models.find("tiny-mlp")
-    config = found.sizes[size]
-    assert [call.op for call, _ in plans.record_calls(found, config, device)] == ["rms_norm", "swiglu", "linear_cross_entropy"]
-    weights = dict(found.build(config, found.plain, Choices(default="eager")).to(device).named_parameters())
-    exact = plans.oracle(found, config, weights, device)
-    assert set(exact) == {"output loss", *(f"grad {name}" for name in weights)} and config.batch and config.lr
+    config, recipe = found.sizes[size], found.recipes[size]
+    calls = plans.record_calls(found, config, recipe, device, "float32")
+    assert [call.op for call, _ in calls] == ["rms_norm", "swiglu", "linear_cross_entropy"]
+    weights = dict(found.build(config, found.plain, Choices(default="eager"), seed=recipe.seed).to(device).named_parameters())
+    exact = plans.oracle(found, config, recipe, weights, device)
+    assert set(exact) == {"output loss", *(f"grad {name}" for name in weights)}
 
 
 def test_the_example_command_runs_and_says_what_was_wrong(tmp_path):

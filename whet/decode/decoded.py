@@ -100,6 +100,7 @@ def decode_verdict(model: Qwen3, kind: str, rows: int, context: int, family: str
         if runner is None or start.end > runner.cache.capacity:
             cache = Cache(model.c, model.embed.dtype, model.embed.device, max_tokens=model.c.max_positions)
             runner = DecodeRunner(model, cache, rows, "persistent" if kind == "persistent" else "graph")
+            runner.extends = False  # what is proved is the step
             runner.hold(rows, start.end)
         found = run(runner, start, [start.steps])
         if not same_bits(found, run(runner, start, [start.steps])):
