@@ -157,9 +157,7 @@ def biased(name: str, a, e, o, beside: Mapping, factor: float, step: float, quan
                 continue
             if found := leaning(a, e, o, b, axis, factor, half, quantum):
                 i, error, budget = found
-                where = "everywhere" if axis is None else f"at index {i} of axis {axis}"
-                why = f"{name}: off by {error:.2e} of {base} {where}, more than {budget:.2e}: no rounding error is so regular"
-                return Verdict(False, error, budget, why)
+                return regular(name, base, "everywhere" if axis is None else f"at index {i} of axis {axis}", error, budget)
     for k in beside:
         groups = min(GROUPS, o.numel() // GROUP)
         if groups < 2:
@@ -170,10 +168,13 @@ def biased(name: str, a, e, o, beside: Mapping, factor: float, step: float, quan
             if found := leaning(a_, e_, o_, bases[base].flatten()[order], 0, factor, half, quantum):
                 i, error, budget = found
                 ends = bases[k].flatten()[order[i][[0, -1]]].tolist()
-                where = f"where {k} is from {ends[0]:.3g} to {ends[1]:.3g}"
-                why = f"{name}: off by {error:.2e} of {base} {where}, more than {budget:.2e}: no rounding error is so regular"
-                return Verdict(False, error, budget, why)
+                return regular(name, base, f"where {k} is from {ends[0]:.3g} to {ends[1]:.3g}", error, budget)
     return None
+
+
+def regular(name: str, base: str, where: str, error: float, budget: float) -> Verdict:
+    why = f"{name}: off by {error:.2e} of {base} {where}, more than {budget:.2e}: no rounding error is so regular"
+    return Verdict(False, error, budget, why)
 
 
 def leaning(a, e, o, b, axis: int | None, factor: float, half: float, quantum: float) -> tuple[int, float, float] | None:

@@ -4,7 +4,6 @@ It is the calibration of the verifier as well: a candidate that is known to be r
 """
 
 import collections
-import os
 import threading
 from collections.abc import Callable, Iterable
 from dataclasses import asdict
@@ -14,7 +13,7 @@ import torch
 from whet.measure import now
 from whet.op import DTYPES, Call, base, discover, tensors
 from whet.prove import KEPT
-from whet.tune import LIMIT_S, VERIFIERS
+from whet.tune import LIMIT_S, side_by_side
 from whet.worker import Lost, Worker
 
 
@@ -58,7 +57,7 @@ def prove_all(
     """
     todo = _candidates(calls, set(impls), set(without))
     proving = Proving(preload, limit_s, progress, todo)
-    hands = min(jobs or min(VERIFIERS, max(1, (os.cpu_count() or 1) // 2)), len(todo))
+    hands = side_by_side(len(todo), jobs)
     threads = [threading.Thread(target=proving.work, args=(todo, hands > 1), daemon=True) for _ in range(hands)]
     for thread in threads:
         thread.start()

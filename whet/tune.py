@@ -61,8 +61,18 @@ def tune(
 def entries_of(lock: Lock, calls: Iterable[Call], modes: tuple[str, ...] | None = None) -> dict[str, dict]:
     """The lock's entries for these calls, as they are bucketed, in each mode."""
     ops = discover()
-    keys = [f"{call.bucketed(ops[call.op]).key} @ {mode}" for call in calls for mode in modes or modes_here()]
-    return {key: lock.calls[key] for key in keys if key in lock.calls}
+    return _found(lock, [call.bucketed(ops[call.op]).key for call in calls], modes or modes_here())
+
+
+def _found(lock: Lock, keys: Iterable[str], modes: tuple[str, ...]) -> dict[str, dict]:
+    """The lock's entries of these calls' keys, in each mode that it has."""
+    there = [f"{key} @ {mode}" for key in keys for mode in modes]
+    return {key: lock.calls[key] for key in there if key in lock.calls}
+
+
+def side_by_side(count: int, jobs: int | None = None) -> int:
+    """How many children verify so many calls or candidates."""
+    return min(jobs or min(VERIFIERS, max(1, (os.cpu_count() or 1) // 2)), count)
 
 
 class Tuning:
@@ -100,7 +110,7 @@ class Tuning:
         tables["compile"] = self.lock.table(self.modes[-1], without=("liger",))
         measured_in = {mode: self.modes[-1] if mode == "compile" else mode for mode in tables}
         made = {m: (table, evidence_of(self.lock.calls, measured_in[m], table)) for m, table in tables.items()}
-        return Tuned(_broadcast(made), self.work.entries())
+        return Tuned(_broadcast(made), _found(self.lock, self.work.calls, self.modes))
 
 
 class Work:
@@ -158,7 +168,7 @@ class Work:
         """Children begin to verify what is still open."""
         self.todo.sort(key=lambda item: item[1] != "compile")  # the slowest first, so that none is left to one hand at the end
         self.queue.extend(self.todo)
-        hands = min(VERIFIERS, max(1, (os.cpu_count() or 1) // 2), len(self.todo))
+        hands = side_by_side(len(self.todo))
         if self.todo:
             self.timer.start()  # ready by the time there is something to time
         given = (self.queue, hands > 1)
@@ -171,11 +181,6 @@ class Work:
             while thread.is_alive():
                 thread.join(0.2)  # short, so that Ctrl-C is heard
         self._verify_some(collections.deque(self.todo), False)  # what failed beside others, maybe for memory, gets a turn alone
-
-    def entries(self) -> dict[str, dict]:
-        """The lock's entries of these calls, by key."""
-        keys = [f"{key} @ {mode}" for key in self.calls for mode in self.modes]
-        return {key: self.lock.calls[key] for key in keys if key in self.lock.calls}
 
     def _verify_some(self, queue: collections.deque, shared: bool) -> None:
         with Worker(preload=self.preload) as worker, Worker(interpret=True, preload=self.preload) as interpreter:

@@ -29,15 +29,22 @@ class NoLoss(ValueError):
 
 
 @contextlib.contextmanager
-def in_precision(precision: str, device: str) -> Iterator[None]:
-    """float32 as it stands, TF32 products, or bfloat16 autocast. Never chosen for the user: only what was asked."""
+def matmul_precision(value: str) -> Iterator[None]:
+    """float32 products with all 24 bits ("highest") or as TF32 ("high")."""
     before = torch.get_float32_matmul_precision()
-    torch.set_float32_matmul_precision("high" if precision == "tf32" else "highest")
+    torch.set_float32_matmul_precision(value)
     try:
-        with torch.autocast(device, torch.bfloat16, enabled=precision == "bfloat16"):
-            yield
+        yield
     finally:
         torch.set_float32_matmul_precision(before)
+
+
+@contextlib.contextmanager
+def in_precision(precision: str, device: str) -> Iterator[None]:
+    """float32 as it stands, TF32 products, or bfloat16 autocast. Never chosen for the user: only what was asked."""
+    autocast = torch.autocast(device, torch.bfloat16, enabled=precision == "bfloat16")
+    with matmul_precision("high" if precision == "tf32" else "highest"), autocast:
+        yield
 
 
 def find_loss(out: Any) -> torch.Tensor | None:

@@ -9,6 +9,7 @@ import torch
 
 from whet.choices import Choices
 from whet.models.qwen3 import Qwen3
+from whet.workload import matmul_precision
 
 
 @functools.cache
@@ -40,12 +41,6 @@ def widened(model: Any, dtype: torch.dtype) -> Any:
     return wide
 
 
-@contextlib.contextmanager
-def full_float32() -> Iterator[None]:
+def full_float32() -> contextlib.AbstractContextManager[None]:
     """float32 products with all 24 bits: TF32 keeps 11, and would be no reference."""
-    before = torch.get_float32_matmul_precision()
-    torch.set_float32_matmul_precision("highest")
-    try:
-        yield
-    finally:
-        torch.set_float32_matmul_precision(before)
+    return matmul_precision("highest")
