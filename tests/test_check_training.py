@@ -4,6 +4,7 @@ import pytest
 import torch
 from torch import nn
 
+from whet.diagnose import script
 from whet.diagnose.checks import uncleared_gradients, unowned_parameters, uploads
 from whet.diagnose.doctor import open_target
 from whet.diagnose.modules import Modules
@@ -109,3 +110,12 @@ def test_a_mask_built_on_the_cpu_and_copied_in_every_layer_is_named():
 
 def test_a_mask_built_on_the_device_is_no_copy():
     assert not uploaded(on_cpu=False)
+
+
+def test_nothing_is_read_on_the_host_while_a_cuda_graph_is_captured(tmp_path, monkeypatch):
+    def read(grad):
+        raise RuntimeError("operation not permitted when stream is capturing")
+
+    monkeypatch.setattr(script, "capturing", lambda: True)
+    monkeypatch.setattr(script, "state_of", read)
+    assert not uncleared(tmp_path, f"{LOOP}{BACK}    opt.step()\n")

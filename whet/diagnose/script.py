@@ -169,10 +169,11 @@ class Watcher:
     def backward(self, run: Callable) -> Callable:
         def backward(tensor, *args, **kwargs):
             self.script.steps += 1
-            for seen in self.optimizers.values() if self.script.steps <= LOOKED else ():
+            readable = not capturing()
+            for seen in self.optimizers.values() if readable and self.script.steps <= LOOKED else ():
                 seen.backward()
             loss = self.scaled[1] if tensor is self.scaled[0] else tensor
-            if loss.dim() == 0 and len(self.script.losses) < 3:
+            if readable and loss.dim() == 0 and len(self.script.losses) < 3:
                 self.loss = float(loss.detach())
                 self.script.classes = self.script.classes if self.script.losses else classes_of(loss)
                 self.script.losses.append(self.loss)
@@ -203,7 +204,7 @@ class Watcher:
             again = sum(known.split(" ")[0] == name for known in self.script.clearing)
             self.script.clearing[f"{name} {again + 1}" if again else name] = seen
             self.script.optimizers.append(optimizer)
-        if self.script.steps <= LOOKED:
+        if self.script.steps <= LOOKED and not capturing():
             given = (p for group in optimizer.param_groups for p in group["params"] if state_of(p.grad) == "ok")
             self.optimizers[optimizer].stepped(list(itertools.islice(given, SAMPLED)))
 
@@ -291,9 +292,15 @@ class Calls:
         nn.Module.__call__ = self.plain  # type: ignore[method-assign]
 
 
+def capturing() -> bool:
+    """Whether a CUDA graph is being captured: no value can be read on the host until it is replayed."""
+    return torch.cuda.is_available() and torch.cuda.is_current_stream_capturing()
+
+
 def pending() -> bool:
     """Whether GPU work that was asked for is not done."""
-    return torch.cuda.is_available() and torch.cuda.is_initialized() and not torch.cuda.current_stream().query()
+    ready = torch.cuda.is_available() and torch.cuda.is_initialized() and not capturing()
+    return ready and not torch.cuda.current_stream().query()
 
 
 def run_script(path: Path, argv: list[str] | None = None) -> Target:
