@@ -66,12 +66,12 @@ def kept(value: Any) -> Any:
     return tree_map(lambda v: v.detach().clone().requires_grad_(v.requires_grad) if isinstance(v, torch.Tensor) else v, value)
 
 
-def met_in(model: nn.Module, call: Met) -> dict[str, Met]:
-    """What every module is called with, first, in a forward of this batch."""
+def met_in(model: nn.Module, call: Met, only: set[str] | None = None) -> dict[str, Met]:
+    """What every module, or only those at these paths, is called with, first, in a forward of this batch."""
     found: dict[str, Met] = {"": call}
     with contextlib.ExitStack() as stack, quiet(model), uncached(model):
         for path, module in model.named_modules():
-            if path:
+            if path and (only is None or path in only):
                 def before(module, args, kwargs, path=path):
                     found.setdefault(path, Met(kept(args), kept(kwargs)))
 
