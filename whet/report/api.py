@@ -15,6 +15,7 @@ import click
 
 from whet.op import discover
 from whet.report import markdown
+from whet.report.templates import fill
 
 GROUPS = {
     "Choosing kernels": (
@@ -101,4 +102,4 @@ def shown_default(p: click.Parameter) -> str:
 
 def page() -> str:
     groups = {title: described(paths) for title, paths in GROUPS.items()}
-    return markdown.page("api.md.j2", ops=ops(), groups=groups, commands=commands())
+    return fill("api.md.j2", ops=ops(), groups=groups, commands=commands())

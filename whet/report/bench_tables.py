@@ -5,7 +5,7 @@ from pathlib import Path
 
 from whet.figures import ms
 from whet.op import SIMPLICITY, Call, base, ours
-from whet.report.markdown import MODES, Records, absent, bold, by_machine, grid, merged, order, read, shape, source, times
+from whet.report.markdown import MODES, Records, absent, bullets, by_machine, grid, merged, order, read, shape, source, times
 from whet.report.tables import best, left_out, proved, roofline
 
 SHARED = ("eager", "torch", "compile", "liger", "triton")  # the columns of the common table; an op with others has its own
@@ -64,16 +64,15 @@ def bench(root: Path) -> str:
         for columns, mine in split(entries):
             head = ("op", "shape", "mode", *columns, "chosen", "vs best other", "of roofline")
             parts += [grid(head, [bench_row(e, columns) for e in mine], text=3), *memory(mine, columns)]
-        if notes := [*(f"\\* {line}" for line in proved(entries, called)), *left_out(entries)]:
-            parts.append("\n".join(f"- {line}" for line in notes))
-        parts.append(source(used))
+        notes = [*(f"\\* {line}" for line in proved(entries, called)), *left_out(entries)]
+        parts += [*bullets(notes), source(used)]
     return "\n\n".join(parts) or absent("bench")
 
 
 def bench_row(e: dict, columns: list[str]) -> list[str]:
     timed, r, chosen = times(e), ratio(e), e.get("chosen", "-")
     smaller = " *" if any(c.get("proved") for c in e["candidates"].values()) else ""
-    cells = [bold(ms(timed.get(n)), n == base(chosen) and n in timed) for n in columns]
+    cells = [f"**{ms(timed[n])}**" if n == base(chosen) and n in timed else ms(timed.get(n)) for n in columns]
     roof = roofline(e, timed.get(base(chosen)))
     return [e["call"]["op"], shape(e) + smaller, e["mode"], *cells, chosen, f"{r:.2f}x" if r else "-", roof]
 

@@ -1,14 +1,15 @@
-"""Figures and names as the cells of a page's tables; a figure alone is written by whet.figures, here as in a finding."""
+"""Figures and names as text for the cells of tables and pages; whet.figures writes a figure that stands alone."""
 
 import math
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 
 from markupsafe import Markup, escape
 
 from whet.figures import SMALLEST, percent
 
 LONG = 20  # letters of a word that fits any line, even on a phone
+
 
 def number(value) -> float | None:
     """A finite figure, or None."""
@@ -43,33 +44,3 @@ def breakable(name: str) -> Markup:
     ends = r"(?<=[._/:,<(])(?=[^\s\d._/:,<(])"
     words = (re.split(ends, word) if len(word) > LONG else [word] for word in re.split(r"(?<=\s)", name))
     return Markup("").join(Markup("<wbr>").join(map(escape, parts)) for parts in words)
-
-
-def figures(cells: Sequence) -> list[str]:
-    """A column of times aligned; of counts, or of figures that are texts already, as they stand."""
-    if not any(isinstance(c, (str, int)) for c in cells):
-        return aligned(cells)
-    return [f"{c:,}" if isinstance(c, int) else c or "-" for c in cells]
-
-
-def table(columns: str, rows: Iterable[Sequence], marked: Iterable[bool] = (), codes: Sequence[str] = ()) -> dict | None:
-    """columns are split at |; a name that starts with # holds figures. codes: the columns of names out of a program.
-
-    A column that says nothing is left out.
-    """
-    names = columns.split("|")
-    cells = list(zip(*rows))
-    if not cells:
-        return None
-    for i, name in enumerate(names):
-        if name.startswith("#"):
-            cells[i] = tuple(figures(cells[i]))
-        elif name in codes:
-            cells[i] = tuple(breakable(c) for c in cells[i])
-    kept = [i for i, column in enumerate(cells) if i == 0 or any(c not in ("", "-") for c in column)]
-    names, cells = [names[i] for i in kept], [cells[i] for i in kept]
-    head = [{"name": n.removeprefix("#"), "figures": n.startswith("#"), "code": n in codes} for n in names]
-    body = [{"cells": row, "marked": False, "whole": ""} for row in zip(*cells)]
-    for row, chosen in zip(body, marked):
-        row["marked"] = bool(chosen)
-    return {"columns": head, "rows": body}

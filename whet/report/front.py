@@ -13,7 +13,7 @@ WIDTH = 144  # columns: the table of plans fits without wrapping
 
 
 def terminal() -> Console:
-    """A console that keeps what it is told, as plain text."""
+    """A console that keeps what is printed, as plain text."""
     return Console(file=io.StringIO(), width=WIDTH, color_system=None, highlight=False, markup=False, emoji=False)
 
 
@@ -34,7 +34,8 @@ def optimize_run(root: Path) -> str:
     for line in tables.busy([], result):
         console.print(line, soft_wrap=True)
     if result.get("speedup"):
-        console.print(f"{result['chosen']}: {result['speedup']:.2f}x the plain eager model, every gradient verified.")
+        faster = f"{result['speedup']:.2f}x the plain eager model"
+        console.print(f"{tables.plan_label(result['chosen'])}: {faster}, every gradient verified.")
     return f"{screen(r['command'], console)}\n{source({name: r})}"
 
 

@@ -4,25 +4,21 @@ page(record) takes what report.record.make gives and shows the sections that it 
 page.html.j2 holds the words and the looks.
 """
 
-import functools
 import re
 from collections.abc import Sequence
-from pathlib import Path
 
-import jinja2
-
+from whet.figures import ms
 from whet.race import FASTEST, NOISY
-from whet.report import tables
-from whet.report.cells import aligned, breakable, number, share, shown, table, text
-from whet.report.findings import none_found
+from whet.report import findings, tables
+from whet.report.cells import aligned, breakable, number, share, shown, text
+from whet.report.findings import OUTSIDE, PHASES, module, none_found, work
 from whet.report.roofline import Point, plot
+from whet.report.table import Column, Table, columns
+from whet.report.templates import fill
 
 MANY = 12  # modules above which those of one kind share a row
 SHOWN = 16  # rows of bars before the rest is folded away
 POINTS = 14  # in the roofline: more labels than that cover one another
-NAME = 64  # letters of a kernel's name before it is folded away: C++ names run to hundreds
-OUTSIDE = "(outside any module)"
-PHASES = ("forward", "backward", "optimizer")
 KINDS = {"train": "one training step", "forward": "one forward pass", "decode": "one decoded token"}
 SECTIONS = {
     "checked": ("findings", "Findings"), "applied": ("applied", "Applied"),
@@ -36,16 +32,7 @@ WHOLE = ("peak", "total", "reserved")  # of memory: these hold the owners, and a
 
 def page(made: dict) -> str:
     """The record as a page. Whatever it does not hold is left out."""
-    return template().render(view(made))
-
-
-@functools.cache
-def template() -> jinja2.Template:
-    loader = jinja2.FileSystemLoader(Path(__file__).parent)
-    env = jinja2.Environment(
-        loader=loader, autoescape=True, trim_blocks=True, lstrip_blocks=True, undefined=jinja2.StrictUndefined
-    )
-    return env.get_template("page.html.j2")
+    return fill("page.html.j2", **view(made))
 
 
 def view(made: dict) -> dict:
@@ -58,10 +45,10 @@ def view(made: dict) -> dict:
     found = {
         **head(made, m), "findings": [finding(f, step) for f in m.get("findings") or []], "checked": "findings" in m,
         "none_found": none_found(m), "overlap": m.get("overlap") or "", "unseen": m.get("unseen") or "",
-        "applied": applied(m),
-        "breakdown": breakdown(m, rows, kinds, step), "modules": module_table(rows, step), "roofline": roofline(points, m),
-        "parts": parts(m), "kernels": kernels(m, step), "choices": choices(entries), "candidates": candidates(entries),
-        "plans": plans(m), "memory": memory(m), "whatif": whatif(m),
+        "applied": applied(m), "breakdown": breakdown(m, rows, kinds, step), "memory": memory(m),
+        "modules": findings.modules_table(m), "roofline": roofline(points, m),
+        "parts": findings.layers_table(m), "kernels": findings.kernels_table(m), "whatif": findings.whatif_table(m),
+        "choices": choices(entries), "candidates": tables.calls_table(entries), "plans": tables.plans_table(m),
         "failed": m.get("failed") or {}, "notes": notes(m, entries),
     }
     found["undone"] = found["failed"] or found["notes"]
@@ -123,20 +110,8 @@ def stats(m: dict) -> list[tuple[str, str, str]]:
     return found
 
 
-def work(m: dict) -> str:
-    """What a step is made of: a CPU launches no kernels."""
-    return "ops" if m.get("device") == "cpu" else "kernels"
-
-
 def machine(m: dict) -> list[str]:
-    if not m:
-        return []
-    gpu, cc = m.get("device") == "cuda", m.get("capability")
-    told = [m.get("name"), f"compute capability {cc[0]}.{cc[1]}" if cc else ""]
-    told += [f"{m['sms']} {'SMs' if gpu else 'cores'}" if m.get("sms") else ""]
-    told += [f"{m['memory_gib']} GiB" if m.get("memory_gib") else ""]
-    told += [f"{k} {m[k.lower()]}" for k in ("torch", "triton", "whet", "Python") if m.get(k.lower())]
-    return [str(t) for t in told if t]
+    return [line for line in (m.get("name"), tables.hardware(m), tables.versions(m)) if line]
 
 
 def finding(f: dict, step: float | None) -> dict:
@@ -165,16 +140,6 @@ def applied(m: dict) -> dict | None:
     before, after = number(done.get("before_ms")), number(done.get("after_ms"))
     told = f"The step: {text(before)} ms before, {text(after)} ms after." if None not in (before, after) else ""
     return {"fixes": done.get("fixes") or [], "told": told, "left": done.get("left") or []}
-
-
-def module(r: dict) -> dict:
-    """A module of the record with its whole time; figures that it lacks are None."""
-    known = {p: number(r.get(f"{p}_ms")) for p in PHASES}
-    keys = ("launches", "kept_mib", "flops", "bytes", "floor_ms", "of_roofline")
-    return {
-        "path": str(r.get("path") or ""), "count": r.get("count") or 1, **known, **{k: number(r.get(k)) for k in keys},
-        "ms": sum(v or 0.0 for v in known.values()), "bound": r.get("bound") or "", "members": [],
-    }
 
 
 def named(r: dict) -> str:
@@ -235,19 +200,6 @@ def bar(r: dict, longest: float, step: float | None, ms: str) -> dict:
     }
 
 
-def module_table(rows: list[dict], step: float | None) -> dict | None:
-    def line(r: dict) -> list:
-        name = named(r) + (f" ({r['count']} of them)" if r["count"] > 1 else "")
-        size = [None if r[k] is None else r[k] / 1e9 for k in ("flops", "bytes")]
-        return [
-            name, *(r[p] for p in PHASES), r["ms"], share(r["ms"], step), shown(r["launches"], ",.0f"), shown(r["kept_mib"]),
-            *size, r["floor_ms"], share(r["of_roofline"], 1.0), r["bound"],
-        ]
-
-    columns = "module|#forward ms|#backward ms|#optimizer ms|#all ms|#of step|#launched|#kept MiB|#GFLOP|#GB moved|#floor ms"
-    return table(f"{columns}|#of roofline|bound by", [line(r) for r in rows], codes=["module"])
-
-
 def module_points(kinds: list[dict]) -> list[Point]:
     return [
         Point(named(r) + (f" x{r['count']}" if r["count"] > 1 else ""), r["ms"], r["flops"] / r["bytes"],
@@ -267,94 +219,46 @@ def entry_points(entries: list[dict]) -> list[Point]:
     return sorted(found.values(), key=lambda p: -p.ms)
 
 
+KEY = (
+    Column("no.", str), Column("part", code=True), Column("ms", ms),
+    *columns("flops per byte", "TFLOP/s", "of roofline", form=str), Column("bound by"),
+)
+
+
 def roofline(points: list[Point], m: dict) -> dict | None:
     """Drawn twice, for a wide page and for a phone, with one table as their key."""
     ceilings, shown = m.get("ceilings") or {}, points[:POINTS]
     wide, narrow = plot(shown, ceilings, 1000, 480, True), plot(shown, ceilings, 330, 340, False)
     if wide is None:
         return None
-    rows = [
-        [str(i), p.name, p.ms, text(p.intensity), text(p.tflops), tables.of_roof(p.share) if p.share else "-", p.bound]
-        for i, p in enumerate(shown, 1)
-    ]
-    key = table("#no.|part|#ms|#flops per byte|#TFLOP/s|#of roofline|bound by", rows, codes=["part"])
+    key = Table("roofline, the figures", KEY)
+    for i, p in enumerate(shown, 1):
+        key.add(i, p.name, p.ms, text(p.intensity), text(p.tflops), tables.of_roof(p.share) if p.share else "-", p.bound)
     bounds = list(dict.fromkeys(p.bound for p in shown))
     return {"plots": [("wide", wide), ("narrow", narrow)], "key": key, "left_out": len(points) - len(shown), "bounds": bounds}
 
 
-def parts(m: dict) -> dict | None:
-    layers = m.get("layers")  # a decoder's record has their number instead
-    rows = [[r.get("part") or "", number(r.get("ms")), share(number(r.get("share")), 1.0), r.get("launches") or 0]
-            for r in (layers if isinstance(layers, list) else [])]
-    return table(f"part|#ms|#of the work|#{work(m)}", rows)
+CHOICES = (
+    Column("call", code=True), *columns("mode", "chosen"), *columns("ms", "± spread", form=ms), Column("rival"),
+    Column("rival ms", ms), *columns("vs rival", "vs eager", form="{:.2f}x"), Column("of roofline", str), Column("bound by"),
+    Column("error / budget", str), Column("note"),
+)
 
 
-def kernels(m: dict, step: float | None) -> dict | None:
-    found = [(str(k.get("name") or ""), number(k.get("ms")), k.get("count") or 0) for k in m.get("kernels") or []]
-    rows = [[name, ms, share(ms, step), count, 1e3 * ms / count if ms and count else None] for name, ms, count in found]
-    made = table(f"{work(m)[:-1]}|#ms|#of step|#times|#us each", rows)
-    for row in made["rows"] if made else []:
-        name, *rest = row["cells"]
-        short = re.sub(r"^void |\bat::native::(\(anonymous namespace\)::)?", "", name)
-        row["cells"] = [breakable(short if len(short) <= NAME else short[:NAME] + "…"), *rest]
-        row["whole"] = breakable(name) if len(short) > NAME else ""
-    return made
-
-
-def plans(m: dict) -> dict | None:
-    def line(p: dict) -> list:
-        timed, chosen = number(p.get("ms")), p.get("name") == m.get("chosen")
-        note = tables.chosen_note(m) if chosen else p.get("why") or ""
-        return [
-            tables.plan_label(p.get("name") or ""), timed, spread(p), tables.versus(p), shown(p.get("samples_per_s"), ",.0f"),
-            shown(p.get("speedup") if timed else None, ".2f", "x"), shown(p.get("peak_mb"), ",.0f"), budget(p), note,
-        ]
-
-    found = m.get("plans") or []
-    columns = "plan|#step ms|#± spread ms|vs fastest|#samples/s|#speed-up|#peak MB|#error / budget|note"
-    return table(columns, [line(p) for p in found], [p.get("name") == m.get("chosen") for p in found])
-
-
-def spread(item: dict) -> float | None:
-    return tables.spread(item) if all(number(item.get(k)) is not None for k in ("ms", "low", "high", "samples")) else None
-
-
-def budget(c: dict) -> str:
-    return shown(c.get("share"), ".2f", " *" if c.get("proved") else "")
-
-
-def choices(entries: list[dict]) -> dict | None:
-    """One row a call and mode: what was chosen, and what came next to it."""
-    rows = []
+def choices(entries: list[dict]) -> Table:
+    """One row per call and mode: what was chosen, and what came next to it."""
+    table = Table("kernel choices", CHOICES)
     for e in entries:
         chosen, rival = e.get("chosen") or "", e.get("rival") or ""
         c, other = e["candidates"].get(chosen, {}), e["candidates"].get(rival, {})
-        timed = number(c.get("ms"))
-        times = [shown(e.get(k), ".2f", "x") for k in ("vs_rival", "vs_eager")]
-        floor, why = number(e.get("floor_ms")), e.get("why") or ""
-        reached = tables.of_roof(floor / timed) if floor and timed else "-"
-        rows.append([
-            f"{tables.entry_id(e)} (x{e.get('count', 1)})", tables.mode_label(e), chosen or "none", timed, spread(c),
-            rival or "-", number(other.get("ms")), *times, reached, e.get("bound") or "", budget(c),
-            "" if why == FASTEST else why,
-        ])
-    columns = "call|mode|chosen|#ms|#± spread ms|rival|#rival ms|#vs rival|#vs eager|#of roofline|bound by|#error / budget|note"
-    return table(columns, rows, codes=["call"])
-
-
-def candidates(entries: list[dict]) -> dict | None:
-    """Every verified impl of every call, of its tiles the best."""
-    rows, marked = [], []
-    for e in entries:
-        for name in tables.best(e).values():
-            c = e["candidates"][name]
-            rows.append([
-                tables.entry_id(e), tables.mode_label(e), name, number(c.get("ms")), spread(c), tables.versus(c), budget(c),
-                shown(c.get("peak_mib")), shown(c.get("host_us"), ",.0f"), tables.note(e, name),
-            ])
-            marked.append(name == e.get("chosen"))
-    columns = "call|mode|impl|#ms|#± spread ms|vs fastest|#error / budget|#extra MiB|#host us|note"
-    return table(columns, rows, marked, ["call"])
+        timed, floor, why = number(c.get("ms")), number(e.get("floor_ms")), e.get("why") or ""
+        table.add(
+            tables.counted_id(e), tables.mode_label(e), chosen or "none", timed, tables.spread(c), rival or "-",
+            other.get("ms"), e.get("vs_rival"), e.get("vs_eager"),
+            tables.of_roof(floor / timed) if floor and timed else "-",
+            e.get("bound") or "", tables.budget(c), "" if why == FASTEST else why,
+        )
+    return table
 
 
 def memory(m: dict) -> dict | None:
@@ -370,18 +274,6 @@ def memory(m: dict) -> dict | None:
     ]
     wide = max(map(len, held)) + 2
     return {"bars": bars, "wide": wide, "total": shown(total / 2**20), "whole": {k: shown(v / 2**20) for k, v in whole.items()}}
-
-
-def whatif(m: dict) -> dict | None:
-    found = m.get("whatif") or []
-    keys = ("now_ms", "fused_ms", "gain_ms", "step_ms_after", "realised_ms")
-    rows = [
-        [" + ".join(w.get("chain") or []), w.get("module") or OUTSIDE, w.get("phase") or "-", w.get("count") or 1,
-         *(number(w.get(k)) for k in keys), w.get("realised_by") or "-"]
-        for w in found
-    ]
-    columns = "ops fused|module|phase|#times|#now ms|#fused ms|#gain ms|#step after ms|#gain realised ms|realised by"
-    return table(columns, rows, codes=["ops fused", "module", "realised by"])
 
 
 def notes(m: dict, entries: list[dict]) -> list[str]:

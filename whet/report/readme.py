@@ -15,7 +15,8 @@ from pathlib import Path
 from whet.choices import implied
 from whet.op import Impl, Op, discover, untiled
 from whet.report import api, bench_tables, clinic_tables, decode, front, pictures, proof_tables, run_tables
-from whet.report.markdown import grid, keep, page
+from whet.report.markdown import grid, keep
+from whet.report.templates import fill as fill_template
 
 REGION = re.compile(r"^<!-- table:([\w-]+) -->\n(.*?)^<!-- /table -->$", re.M | re.S)
 OPENING = re.compile(r"^<!-- table:", re.M)
@@ -56,7 +57,7 @@ NEEDS = {"torch": "-", "triton": "a GPU (or TRITON_INTERPRET=1)", "cudnn": "a GP
 
 def ops_page(ops: dict[str, Op]) -> str:
     links = ", ".join(f"[{name}](#{name})" for name in ops)
-    return page("ops.md.j2", links=links, sections="".join(op_section(op) for op in ops.values()))
+    return fill_template("ops.md.j2", links=links, sections="".join(op_section(op) for op in ops.values()))
 
 
 def op_section(op: Op) -> str:
@@ -91,7 +92,7 @@ def impl_notes(name: str, impl: Impl) -> list[str]:
 
 
 def results(root: Path) -> str:
-    return page("results.md.j2", table=lambda name: TABLES[name](root))
+    return fill_template("results.md.j2", table=lambda name: TABLES[name](root))
 
 
 def made_whole(root: Path) -> dict[Path, str]:
