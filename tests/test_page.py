@@ -236,17 +236,53 @@ def test_bars_never_leave_their_box():
     assert all(sum(width for _, width, _ in b["widths"]) <= 100.1 for b in rows) and made["idle"]["width"] <= 100
 
 
+def texts_of(p: dict) -> list[tuple[str, list[tuple]]]:
+    """Every text of a plot with the boxes that it fills."""
+    ticks = [(text, [box(at, p["bottom"] + 10, text, "middle")]) for _, text, at in p["x_ticks"]]
+    ticks += [(text, [box(p["left"] - 5, y, text, "end")]) for y, text in p["y_ticks"]]
+    middle = (p["top"] + p["bottom"]) / 2
+    axes = [("across", [box((p["left"] + p["right"]) / 2, p["height"] - 10, "flops per byte", "middle")])]
+    axes += [("up", [(2, middle - 25, 12, middle + 25)])]
+    return [*p["texts"], *ticks, *axes]
+
+
+def check_texts(p: dict) -> None:
+    """No text covers another or a point, and none leaves the picture."""
+    texts = texts_of(p)
+    places = {m["number"]: (m["x"] - m["r"], m["y"] - m["r"], m["x"] + m["r"], m["y"] + m["r"]) for m in p["marks"]}
+    for i, (text, boxes) in enumerate(texts):
+        others = [(name, b) for name, more in texts[i + 1:] for b in more] + list(places.items())
+        assert not [(text, name) for name, other in others for b in boxes if overlap(b, other)]
+        assert all(b[0] >= 0 and b[1] >= 0 and b[2] <= p["width"] and b[3] <= p["height"] for b in boxes), text
+    assert len(p["texts"]) == 1 + len(p["names"]) + len(p["marks"]), "each has its text"
+    labels = [*p["names"], *(m["label"] for m in p["marks"])]
+    drawn = {t["text"]: box(t["x"], t["y"] - 4, t["text"], t.get("anchor", "end")) for t in labels}
+    assert all(boxes == [pytest.approx(drawn[text], abs=0.2)] for text, boxes in p["texts"] if text in drawn)
+
+
 @pytest.mark.parametrize("width, named", [(1000, True), (330, False)], ids=["wide", "narrow"])
-def test_roofline_labels_stay_inside_and_off_one_another(width, named):
+def test_roofline_texts_stay_inside_and_off_one_another(width, named):
     points = [Point(f"layers.*.part_{i} x24", 1.0 + i, 100 + 30 * (i % 7), 200 + 9 * i, 0.4, "compute") for i in range(10)]
     made = plot(points, CEILINGS, width, 480, named)
-    boxes = [box(m["label"]["x"], m["label"]["to_y"], m["label"]["text"], m["label"]["anchor"]) for m in made["marks"]]
-    boxes += [box(n["x"], n["y"] - 4, n["text"], "end") for n in made["names"]]
-    pairs = [(a, b) for i, a in enumerate(boxes) for b in boxes[i + 1:]]
-    assert not [pair for pair in pairs if overlap(*pair)]
-    assert all(b[0] >= 0 and b[2] <= width for b in boxes)
+    check_texts(made)
     places = [(m["x"], m["y"]) for m in made["marks"]]
     assert all(made["left"] <= x <= made["right"] and made["top"] <= y <= made["bottom"] for x, y in places)
+
+
+@pytest.mark.parametrize("path", RECORDS, ids=lambda p: p.stem)
+def test_roofline_texts_of_every_record_are_clear_of_one_another(path):
+    found = view(json.loads(path.read_text()))["roofline"]
+    for _, drawn in found["plots"] if found else []:
+        check_texts(drawn)
+
+
+def test_the_text_check_sees_a_label_that_is_moved_onto_another():
+    points = [Point("a", 1.0, 10.0, 5.0, None, "memory"), Point("b", 1.0, 20.0, 9.0, None, "memory")]
+    made = plot(points, CEILINGS, 330, 340, False)
+    check_texts(made)
+    made["texts"][-1] = (made["texts"][-1][0], made["texts"][-2][1])
+    with pytest.raises(AssertionError):
+        check_texts(made)
 
 
 def test_roofline_roofs_meet_at_the_ridge():
@@ -261,6 +297,15 @@ def test_figures_of_a_column_share_their_decimals():
     assert aligned([0.0025, 0.29]) == ["0.0025", "0.2900"]
     assert aligned([12345.6, 0.5]) == ["12,346", "0"]
     assert aligned([None, 0.0]) == ["-", "0"] and aligned([]) == []
+
+
+def test_every_table_scrolls_and_shows_at_its_edge_that_it_goes_on():
+    """The covers lie on the table (local) and the shades on its frame (scroll), so a shade shows where there is more."""
+    text = page(record(diagnosis()))
+    assert text.count("<table") == text.count('<div class="scroll"') > 3
+    rule = re.search(r"\.scroll \{(.*?)\}", text, re.S)[1]
+    assert "overflow-x: auto" in rule and "background-attachment: local, local, scroll, scroll" in rule
+    assert rule.count("linear-gradient") == 4 and rule.count("var(--shade)") == 2
 
 
 def test_long_names_may_break_and_short_ones_may_not():

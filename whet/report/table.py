@@ -118,8 +118,10 @@ class Table:
         table = RichTable(title=self.title, title_justify="left", show_header=self.head, show_lines=self.lines)
         for i in kept:
             c, whole = self.columns[i], longest([self.columns[i].title, *texts[i]])
-            how = {"min_width": least[i], "no_wrap": least[i] == whole, "overflow": "fold"}
-            table.add_column(c.title, justify="left" if c.form is None else "right", **how)
+            table.add_column(
+                c.title, min_width=least[i], no_wrap=least[i] == whole, overflow="fold",
+                justify="left" if c.form is None else "right",
+            )
         for at, marked in enumerate(self.marked):
             style = "bold green" if marked else None
             table.add_row(*(Text(texts[i][at]) for i in kept), style=style, end_section=self.ends(at))
