@@ -1,4 +1,4 @@
-"""Every op's figures: each call and mode in full, and a summary by op."""
+"""The tables of `whet bench` records: every call and mode in full, and a summary by op."""
 
 import statistics
 from pathlib import Path
@@ -28,9 +28,9 @@ def sections(records: Records) -> list[tuple[str, Records, list[dict]]]:
 
 
 def ratio(e: dict) -> float | None:
-    """Time of the best that can be had without whet, over the time of the chosen. 1 where that best is itself chosen.
+    """The time of the fastest impl that is not whet's own kernel, over the time of the chosen one; 1 where they are the same.
 
-    None where there is no such thing: what serves a call at another precision beside whet's kernel is whet's own formula.
+    None for calls at another precision than their inputs': without whet nothing computes the same.
     """
     timed = {} if e["call"]["case"].get("precision") else times(e)
     others, chosen = [t for n, t in timed.items() if not ours(n)], base(e.get("chosen", ""))
@@ -57,7 +57,7 @@ def called(e: dict) -> str:
 
 
 def bench(root: Path) -> str:
-    """Every op, shape and mode: each impl's time, the chosen one, how it stands to the others and to the roofline."""
+    """Every op, shape and mode: each impl's time, the chosen one, its ratio to the best other, its share of the roofline."""
     parts = []
     for heading, used, entries in sections(read(root, "bench")):
         parts.append(f"{heading}; times in ms.")
@@ -78,7 +78,7 @@ def bench_row(e: dict, columns: list[str]) -> list[str]:
 
 
 def memory(entries: list[dict], columns: list[str]) -> list[str]:
-    """Extra device memory of the ops that are about it: eager mode where it was timed, since more candidates run there."""
+    """Extra device memory of the ops in MEMORY, from eager mode where it was timed: more candidates run there."""
     by_call = {Call(**e["call"]).key: e for e in entries if e["call"]["op"] in MEMORY}  # eager comes last and stays
     rows = []
     for e in by_call.values():
@@ -93,7 +93,7 @@ def memory(entries: list[dict], columns: list[str]) -> list[str]:
 def summary(root: Path, training: bool = False) -> str:
     """Per op: the geometric mean over shapes of chosen against best other, and the worst of them, per mode.
 
-    Calls at another precision than their inputs' are left out: nothing that can be had without whet does what they do.
+    Calls at another precision than their inputs' are left out: without whet nothing computes the same.
     training: only calls with a backward.
     """
     parts, columns = [], {"graph": "in a CUDA graph, mean (worst)", "eager": "launched from Python, mean (worst)"}

@@ -1,4 +1,4 @@
-"""Figures and names as text for the cells of tables and pages; whet.figures writes a figure that stands alone."""
+"""Figures and names as text for the cells of tables and pages; whet.figures formats a single figure."""
 
 import math
 import re
@@ -17,7 +17,7 @@ def number(value) -> float | None:
 
 
 def aligned(values: Sequence[float | None]) -> list[str]:
-    """One column of figures with one number of decimals: three digits for the smallest, unless the largest gets over five."""
+    """A column of figures with the same number of decimals: three digits for the smallest, at most five for the largest."""
     sizes = [abs(v) for v in values if v is not None and abs(v) >= SMALLEST]
     if not sizes:
         return ["-" if v is None else "0" for v in values]
@@ -40,7 +40,7 @@ def share(part: float | None, whole: float | None) -> str:
 
 
 def breakable(name: str) -> Markup:
-    """A text whose long paths and kernel names may go on in the next line after a dot, a colon, a bracket."""
+    """HTML of a text, with a line break allowed after a dot, a colon or a bracket of its long paths and kernel names."""
     ends = r"(?<=[._/:,<(])(?=[^\s\d._/:,<(])"
     words = (re.split(ends, word) if len(word) > LONG else [word] for word in re.split(r"(?<=\s)", name))
     return Markup("").join(Markup("<wbr>").join(map(escape, parts)) for parts in words)

@@ -1,4 +1,4 @@
-"""The decoder's figures: lines under a generated text, tables on a terminal, and the tables of README and docs."""
+"""The decoder's figures: the summary of a generated text, and the tables of its benchmark for terminal, README and docs."""
 
 from collections.abc import Iterator
 from pathlib import Path
@@ -28,15 +28,15 @@ QUALITY = (
 
 
 def summary_lines(made: dict) -> Iterator[str]:
-    """The figures under a generated text."""
+    """The summary printed under a generated text: tokens, rate, time to first token, share of the bandwidth floor."""
     count = len(made["tokens"])
     rate = f", {made['tokens_per_s']:.1f} tokens/s" if made["tokens_per_s"] else ""
     reused = f" ({made['reused_tokens']} of them still in the cache)" if made["reused_tokens"] else ""
     yield f"{count} tokens{rate}; the prompt has {made['prompt_tokens']}{reused}; ended by: {made['reason']}"
     if made["first_token_s"] is not None and made["since_start_s"] is not None:
         parts = f"imports {made['imported_s']:.2f}, weights {made['loaded_s']:.2f}"
-        begun = f"{made['since_start_s']:.2f} s after the start of the command ({parts})"
-        yield f"first token: {made['first_token_s']:.3f} s after the prompt was given, {begun}"
+        since_start = f"{made['since_start_s']:.2f} s after the start of the command ({parts})"
+        yield f"first token: {made['first_token_s']:.3f} s after the prompt was given, {since_start}"
     if made["floor_share"]:
         reads = f"a token reads {made['bytes_per_token'] / 1e9:.3f} GB, at least {made['floor_s'] * 1e6:.0f} us here"
         yield f"{percent(made['floor_share'])} of the bandwidth floor: {reads}"
@@ -80,7 +80,7 @@ def point(r: dict) -> tuple[int, int]:
 
 
 def ordered(rows: list[dict]) -> list[dict]:
-    """What was timed, by batch and context, the slowest first: the last of a point is the best."""
+    """The timed rows by batch and context, the slowest first."""
     return sorted((r for r in rows if r.get("ms")), key=lambda r: (r["batch"], r["context"], r["tokens_per_s"]))
 
 
@@ -97,12 +97,12 @@ def rows_table(measured: dict) -> Table:
 
 
 def weights_of(r: dict, measured: dict) -> str:
-    """Quantised, with how much faster than the same system without in the same turns."""
+    """The dtype or quantisation, and its speed-up over the same system unquantised, timed in turns."""
     return (r["quant"] or measured["dtype"]) + (f", {r['speedup']:.2f}x" if "speedup" in r else "")
 
 
 def left_out(rows: list[dict]) -> list[str]:
-    """Every system that was not timed, with the reason; points that share one share a line."""
+    """One line per system and reason why it was not timed, with the batches and contexts."""
     reasons: dict[tuple[str, str], list[str]] = {}
     for r in rows:
         if not r.get("ms"):
@@ -112,7 +112,7 @@ def left_out(rows: list[dict]) -> list[str]:
 
 
 def notes(rows: list[dict]) -> list[str]:
-    """What is to be known of a system that was timed."""
+    """The notes on systems that were timed."""
     noted = [r for r in rows if r.get("ms") and r.get("note")]
     return [f"{TITLES.get(r['system'], r['system'])}, batch {r['batch']} context {r['context']}: {r['note']}" for r in noted]
 
@@ -167,8 +167,8 @@ def verdict_lines(q: dict) -> Iterator[str]:
         yield f"transformers: {note}"
 
 
-def newest(root: Path) -> Iterator[tuple[Records, dict]]:
-    """(the record under its name, what it measured), of each machine; the records of a model in the order of their age."""
+def recorded(root: Path) -> Iterator[tuple[Records, dict]]:
+    """({file name: record}, what it measured) of every decode record, by machine, oldest first."""
     for group in by_machine(read(root, "decode")):
         for name, r in group.items():
             yield {name: r}, r["measured"]
@@ -183,7 +183,7 @@ def heading(record: Records, measured: dict) -> str:
 def full(root: Path) -> str:
     """Every system at every batch and context, then prefill and start."""
     parts = []
-    for used, measured in newest(root):
+    for used, measured in recorded(root):
         parts += [f"{heading(used, measured)}, greedy, {measured['tokens']} tokens a run.", rows_table(measured).to_markdown()]
         parts += [*bullets(lines_under(measured)), source(used)]
     return "\n\n".join(parts) or absent("decode")
@@ -192,10 +192,10 @@ def full(root: Path) -> str:
 def summary(root: Path, compared: bool = False) -> str:
     """Tokens a second by system, one row for each batch and context; whet's share of the floor, and its best in each quant.
 
-    compared: only where a rival was timed too, and the model's name in the head of the table.
+    compared: only where a rival was timed too; the model's name is in the first column's title.
     """
     parts = []
-    for used, measured in newest(root):
+    for used, measured in recorded(root):
         timed = ordered(measured["rows"])
         rows = [r for r in timed if not r["quant"]]
         quants = [q for q in dict.fromkeys(r["quant"] for r in measured["rows"]) if q]
@@ -219,9 +219,9 @@ def summary(root: Path, compared: bool = False) -> str:
 
 
 def quality(root: Path) -> str:
-    """What quantising costs in quality."""
+    """The loss of quality by quantisation."""
     parts = []
-    for used, measured in newest(root):
+    for used, measured in recorded(root):
         q = measured.get("quality") or {}
         if "rows" in q:
             parts += [f"{quality_of(q)}.", quality_table(q).to_markdown(), *bullets(list(verdict_lines(q))), source(used)]
@@ -229,7 +229,7 @@ def quality(root: Path) -> str:
 
 
 def profiles(root: Path) -> str:
-    """One token before and after, and what it is made of after, of each profile of a built-in decoder."""
+    """Of each profile of a built-in decoder: one token before and after, and its parts after."""
     parts = []
     for name, r in read(root, "profile").items():
         made, after = r["measured"], r["measured"].get("after")

@@ -10,7 +10,7 @@ from whet.report.table import Column, Table, columns
 
 
 def show(console: Console, made: dict) -> None:
-    """The sentence, the findings in order, and what the rest of the profile says."""
+    """Prints a diagnosis: its summary sentence, the findings in order, and the modules that take the most time."""
     console.print(made["sentence"])
     for note in made.get("notes", []):
         console.print(f"note: {note}")
@@ -26,9 +26,9 @@ def show(console: Console, made: dict) -> None:
     if not made["findings"]:
         console.print(none_found(made))
     if made.get("unseen"):
-        console.print(f"Not looked at by any check: {made['unseen']}.")
+        console.print(f"Not covered by any check: {made['unseen']}.")
     for name, why in made.get("failed", {}).items():
-        console.print(f"not looked at: {name} ({why})")
+        console.print(f"check {name} could not run: {why}")
     if applied := made.get("applied"):
         show_applied(console, applied)
     console.print()
@@ -37,7 +37,7 @@ def show(console: Console, made: dict) -> None:
 
 
 def none_found(made: dict) -> str:
-    """That nothing was found, and by how many checks: it is no proof that nothing is there."""
+    """The line for a diagnosis without findings, with the number of checks that ran."""
     count = f"{made['checks']} checks" if made.get("checks") else "the checks"
     blind = ", but the step could not be seen whole" if made.get("blind") else ""
     return f"No problem found by {count}{blind}."
@@ -53,7 +53,7 @@ def cost(f: dict, step: float | None) -> str:
 
 
 def gain(f: dict) -> str:
-    return "" if f["gain_ms"] is None else f" (gives back about {ms(f['gain_ms'])} ms)"
+    return "" if f["gain_ms"] is None else f" (saves about {ms(f['gain_ms'])} ms)"
 
 
 def show_applied(console: Console, applied: dict) -> None:
@@ -70,12 +70,12 @@ OUTSIDE = "(outside any module)"
 
 
 def work(made: dict) -> str:
-    """What a step is made of: a CPU launches no kernels."""
+    """What a profile counts: kernels on a GPU, ops on a CPU."""
     return "ops" if made.get("device") == "cpu" else "kernels"
 
 
 def module(r: dict) -> dict:
-    """A module of the record with its whole time; figures that it lacks are None."""
+    """A module of a record with its time over all phases; figures that the record lacks are None."""
     known = {p: number(r.get(f"{p}_ms")) for p in PHASES}
     keys = ("launches", "kept_mib", "flops", "bytes", "floor_ms", "of_roofline")
     return {
@@ -85,9 +85,12 @@ def module(r: dict) -> dict:
 
 
 def modules_table(made: dict, most: int | None = None) -> Table:
-    """Each kind of module's own time by phase, and what bounds it; most: rows before the rest are summed in one."""
+    """Each module's own time by phase, and what bounds it.
+
+    most    rows to show; the others are summed in one. None: all
+    """
     step, idle, rows = number((made.get("step") or {}).get("ms")), number(made.get("idle_ms")), made.get("modules") or []
-    title = f"step {ms(step)} ms: work of each module, what is inside it not counted"
+    title = f"step {ms(step)} ms: time of each module without its submodules"
     table = Table(title, (
         Column("module", code=True), *columns("forward ms", "backward ms", "optimizer ms", form=ms, rank=2),
         Column("all ms", ms, 1), Column("of step", percent, 1), Column(work(made), "{:,.0f}", 5),
@@ -142,7 +145,7 @@ def show_profile(console: Console, made: dict) -> None:
 
 
 def show_after(console: Console, made: dict) -> None:
-    """A decoder's token before and after, and what it is made of after."""
+    """Prints a decoder's token before and after, and its parts after."""
     after = made["after"] | {"device": made["device"]}
     console.print(tokens_table(made))
     if after["layers"]:

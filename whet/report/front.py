@@ -1,4 +1,4 @@
-"""What README shows of the records: excerpts of real runs as a terminal shows them, and a training step in a line."""
+"""README's excerpts from records: terminal output of real runs, and a table of training steps."""
 
 import io
 from pathlib import Path
@@ -40,7 +40,7 @@ def optimize_run(root: Path) -> str:
 
 
 def finding(root: Path) -> str:
-    """What the doctor said of a model from another library: its first sentence, and the first finding that it measured."""
+    """The doctor on a model from another library: its summary sentence, and its first measured finding."""
     for name, r in read(root, "doctor").items():
         made = r["measured"]
         measured = [f for f in made["findings"] if f["measured"]]

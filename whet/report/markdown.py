@@ -1,4 +1,4 @@
-"""Records read back, and the pieces that tables in markdown are made of."""
+"""Records read back and grouped, and the parts of the markdown pages made from them."""
 
 import argparse
 import json
@@ -32,7 +32,7 @@ def read(root: Path, kind: str) -> Records:
 
 
 def grid(head: Sequence[str], rows: Iterable[Sequence[str]], text: int = 1) -> str:
-    """A markdown table of texts; the first `text` columns are words, the rest figures, set to the right."""
+    """A markdown table of texts; the first `text` columns are set to the left, the rest, figures, to the right."""
     table = Table("", [Column(title, None if i < text else str) for i, title in enumerate(head)])
     for row in rows:
         table.add(*row)
@@ -102,7 +102,10 @@ def keep(
     prog: str, doc: str, rendered: Callable[[Path], dict[Path, str]], argv: list[str] | None,
     stale: Callable[[str, str], str] = lambda held, wanted: "",
 ) -> int:
-    """The command that writes made files, or with --check says which are out of step. stale names what of a file is."""
+    """The command that writes generated files, or with --check lists those that are out of step.
+
+    stale   names the parts of a file that differ, given its text and the text wanted
+    """
     parser = argparse.ArgumentParser(prog=prog, description=doc.splitlines()[0])
     parser.add_argument("--check", action="store_true", help="write nothing; exit 1 if something is out of step (default off)")
     parser.add_argument("--root", type=Path, default=ROOT, metavar="DIR", help="the checkout (default: this file's)")

@@ -1,7 +1,7 @@
 """A record -> one HTML page that needs no network and no script: what `whet doctor --html` and `whet optimize --html` write.
 
-page(record) takes what report.record.make gives and shows the sections that it finds figures for. Here figures become text;
-page.html.j2 holds the words and the looks.
+page(record) takes what report.record.make returns and shows the sections that have figures. Here figures become text;
+page.html.j2 has the prose and the style.
 """
 
 import re
@@ -27,7 +27,7 @@ SECTIONS = {
     "choices": ("choices", "Kernel choices"), "memory": ("memory", "Memory"), "whatif": ("whatif", "Fusing"),
     "undone": ("undone", "Notes"),
 }
-WHOLE = ("peak", "total", "reserved")  # of memory: these hold the owners, and are none
+WHOLE = ("peak", "total", "reserved")  # entries of memory that are sums over the owners
 
 
 def page(made: dict) -> str:
@@ -69,12 +69,12 @@ def head(made: dict, m: dict) -> dict:
 
 
 def outcome(m: dict) -> str:
-    """What came of it, for a record that has plans."""
+    """The result of a record with plans, in one sentence."""
     chosen = chosen_plan(m)
     after, before = number(chosen.get("ms")), number(chosen.get("before_ms"))
     noisy = (m.get("why") or "").startswith(NOISY)
     if after is None or before is None:
-        kept = "The machine was too noisy to decide." if noisy else "No plan is faster than the model as it stands."
+        kept = "The machine was too noisy to decide." if noisy else "No plan is faster than the plain model."
         return kept + (f" A step takes {text(after)} ms." if after else "")
     tie = " (a tie: the simpler is kept)" if m.get("tied") else f" ({m['why']})" if noisy else ""
     times = f"{number(chosen.get('speedup')) or before / after:.2f} times as fast"
@@ -86,7 +86,7 @@ def chosen_plan(m: dict) -> dict:
 
 
 def stats(m: dict) -> list[tuple[str, str, str]]:
-    """(what, figure with unit, what else there is to say of it)."""
+    """The headline figures: (name, figure with unit, remark)."""
     step, plan = m.get("step") or {}, chosen_plan(m)
     timed = step if step.get("ms") else plan
     whole, busy, idle = number(timed.get("ms")), number(m.get("busy_ms")), number(m.get("idle_ms"))
@@ -116,7 +116,7 @@ def machine(m: dict) -> list[str]:
 
 def finding(f: dict, step: float | None) -> dict:
     cost, gain = number(f.get("cost_ms")), number(f.get("gain_ms"))
-    how = "measured here" if f.get("measured") else "worked out from counts"
+    how = "measured here" if f.get("measured") else "computed from counts"
     return {
         "check": (f.get("check") or "").replace("_", " "), "cause": breakable(f.get("cause") or ""),
         "evidence": [breakable(str(e)) for e in f.get("evidence") or []], "fix": breakable(f.get("fix") or ""),
@@ -133,13 +133,13 @@ def of_step(ms: float | None, step: float | None) -> str:
 
 
 def applied(m: dict) -> dict | None:
-    """The fixes that were done to the live model, and the step before and after them."""
+    """The fixes that were applied to the live model, and the step before and after them."""
     done = m.get("applied")
     if not done:
         return None
     before, after = number(done.get("before_ms")), number(done.get("after_ms"))
-    told = f"The step: {text(before)} ms before, {text(after)} ms after." if None not in (before, after) else ""
-    return {"fixes": done.get("fixes") or [], "told": told, "left": done.get("left") or []}
+    times = f"The step: {text(before)} ms before, {text(after)} ms after." if None not in (before, after) else ""
+    return {"fixes": done.get("fixes") or [], "times": times, "left": done.get("left") or []}
 
 
 def named(r: dict) -> str:
@@ -147,7 +147,7 @@ def named(r: dict) -> str:
 
 
 def grouped(rows: list[dict]) -> list[dict]:
-    """The longest first; where there are many, modules whose paths differ in a number alone are one row with its members."""
+    """Modules, the longest first. Where there are many, those whose paths differ only in a number share a row."""
     kinds: dict[str, list[dict]] = {}
     for r in rows:
         path = re.sub(r"(?<![^.])\d+(?![^.])", "*", r["path"]) if len(rows) > MANY else r["path"]
@@ -166,19 +166,19 @@ def together(path: str, of: list[dict]) -> dict:
 
 
 def breakdown(m: dict, rows: list[dict], kinds: list[dict], step: float | None) -> dict | None:
-    """Stacked bars, idle time as one of its own; the phases' sums where the rows do not count each other's work."""
+    """Stacked bars of the modules, and one of the idle time; the sums by phase only where no row counts another's work."""
     idle = number(m.get("idle_ms"))
     if not kinds:
         return None
     busy = number(m.get("busy_ms")) or sum(r["ms"] for r in kinds)
     sums = {p: sum(r[p] or 0.0 for r in kinds) for p in PHASES}
-    told = [f"{p} {text(v)} ms" for p, v in sums.items() if v] if sum(sums.values()) <= 1.02 * busy else []
+    parts = [f"{p} {text(v)} ms" for p, v in sums.items() if v] if sum(sums.values()) <= 1.02 * busy else []
     longest = max([r["ms"] for r in kinds] + [idle or 0.0]) or 1.0
     column = aligned([*(r["ms"] for r in kinds), idle or 0.0])
     gap = None if idle is None else {"ms": column[-1], "share": share(idle, step), "width": round(100 * idle / longest, 2)}
     bars = all_bars(kinds, longest, step, [idle or 0.0])
     return {
-        "bars": bars[:SHOWN], "rest": bars[SHOWN:], "phases": [p for p, v in sums.items() if v], "sums": ", ".join(told),
+        "bars": bars[:SHOWN], "rest": bars[SHOWN:], "phases": [p for p, v in sums.items() if v], "sums": ", ".join(parts),
         "wide": max(len(named(r)) + (6 if r["count"] > 1 else 2) for r in kinds), "grouped": any(r["count"] > 1 for r in kinds),
         "rest_ms": text(sum(r["ms"] for r in kinds[SHOWN:])),
         "idle": gap, "idle_is": "no kernel runs" if m.get("device") != "cpu" else "between ops, in Python",
@@ -195,7 +195,7 @@ def bar(r: dict, longest: float, step: float | None, ms: str) -> dict:
     most = max((o["ms"] for o in r["members"]), default=0.0) or 1.0
     return {
         "name": breakable(named(r)), "count": r["count"], "ms": ms, "share": share(r["ms"], step) if step else "",
-        "widths": widths, "told": ", ".join(f"{p} {ms} ms" for p, _, ms in widths), "longest": text(most),
+        "widths": widths, "by_phase": ", ".join(f"{p} {ms} ms" for p, _, ms in widths), "longest": text(most),
         "members": all_bars(sorted(r["members"], key=lambda o: -o["ms"]), most, step),
     }
 
@@ -209,7 +209,7 @@ def module_points(kinds: list[dict]) -> list[Point]:
 
 
 def entry_points(entries: list[dict]) -> list[Point]:
-    """Calls, each once: as the GPU alone runs them where that was timed."""
+    """A point for each call, timed in a CUDA graph where it was, else with launches."""
     found = {}
     for e in sorted(entries, key=lambda e: e.get("mode") == "graph"):
         timed = number(e.get("ms"))
@@ -226,7 +226,7 @@ KEY = (
 
 
 def roofline(points: list[Point], m: dict) -> dict | None:
-    """Drawn twice, for a wide page and for a phone, with one table as their key."""
+    """The roofline plot, for a wide page and for a phone, and the table with the figures of both."""
     ceilings, shown = m.get("ceilings") or {}, points[:POINTS]
     wide, narrow = plot(shown, ceilings, 1000, 480, True), plot(shown, ceilings, 330, 340, False)
     if wide is None:
@@ -246,7 +246,7 @@ CHOICES = (
 
 
 def choices(entries: list[dict]) -> Table:
-    """One row per call and mode: what was chosen, and what came next to it."""
+    """One row per call and mode: the chosen impl, and the best other."""
     table = Table("kernel choices", CHOICES)
     for e in entries:
         chosen, rival = e.get("chosen") or "", e.get("rival") or ""

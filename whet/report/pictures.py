@@ -1,4 +1,4 @@
-"""Records -> the pictures of README, docs/pictures/*.svg, written out by hand so that the same record gives the same bytes.
+"""Records -> the pictures of README, docs/pictures/*.svg: plain SVG text, so that the same record makes the same bytes.
 
 python -m whet.report.pictures           draw them
 python -m whet.report.pictures --check   exit 1 if one is out of step with the records
@@ -21,9 +21,9 @@ OFTEN = "for how many shapes whet's own kernel was chosen"
 WIDTH, ROW, TOP, LEFT, RIGHT = 880, 26, 62, 312, 140  # px: the picture, a row, above the first, beside the bars
 
 
-def text(x: float, y: float, words: str, kind: str = "", end: bool = False) -> str:
+def text(x: float, y: float, content: str, kind: str = "", end: bool = False) -> str:
     anchor, style = ' text-anchor="end"' if end else "", f' class="{kind}"' if kind else ""
-    return f'<text x="{x:.1f}" y="{y:.1f}"{anchor}{style}>{escape(words)}</text>'
+    return f'<text x="{x:.1f}" y="{y:.1f}"{anchor}{style}>{escape(content)}</text>'
 
 
 def bar(x: float, y: float, width: float, kind: str) -> str:

@@ -1,4 +1,4 @@
-"""The proof's own tables in docs: which candidates it found right on a GPU, and which mutants it stopped."""
+"""The tables of proofs in docs: the outcome of every candidate on a GPU, and of every mutant."""
 
 import json
 from pathlib import Path
@@ -8,7 +8,7 @@ from whet.report.tables import not_right, proofs_table
 
 
 def proved(root: Path) -> str:
-    """Of each op: its candidates by outcome; then those that were not right, each with its reason."""
+    """The candidates of each op by outcome; then those rejected or failed, each with its reason."""
     parts = []
     for name, r in read(root, "prove").items():
         rows = r["measured"]["rows"]
@@ -21,7 +21,7 @@ def proved(root: Path) -> str:
 
 
 def mutants(root: Path) -> str:
-    """By kind of fault: how many there are, how many were stopped; then those that were not. Made without a GPU: no timing."""
+    """The mutants by kind of fault, how many the proof rejected, and those it did not. No times, so no GPU is needed."""
     parts = []
     for path in sorted((root / "records").glob("*mutants-*.json")):
         r = json.loads(path.read_text())

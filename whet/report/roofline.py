@@ -1,4 +1,4 @@
-"""The roofline plot as plain geometry: where the roofs, the points and their labels stand. The page's template draws it."""
+"""The roofline plot as plain geometry: the places of roofs, points and labels. The page's template draws it."""
 
 import math
 from collections.abc import Iterable, Iterator
@@ -26,7 +26,7 @@ class Point:
 
 
 class Scale:
-    """A quantity along an axis of the plot, by its logarithm; room is left at both ends."""
+    """A logarithmic axis, with some room at both ends."""
 
     def __init__(self, values: list[float], start: float, end: float):
         self.low, self.high = math.log10(min(values) / 1.6), math.log10(max(values) * 1.6)
@@ -75,7 +75,7 @@ def plot(points: list[Point], ceilings: dict, width: int, height: int, named: bo
 
 
 class Room:
-    """Where texts may stand: inside a box, off the points, off one another, and if possible off the lines of the roofs."""
+    """Where texts may be placed: inside a box, off the points, off one another, and if possible off the lines of the roofs."""
 
     def __init__(self, inside: Box, points: list[Box], lines: list[Box]):
         self.inside, self.taken, self.lines = inside, points, lines
@@ -110,7 +110,7 @@ def memory_roof(gbs: float, highest: float, x: Scale, y: Scale) -> dict:
 
 
 def slope_text(roof: dict, room: Room) -> dict:
-    """Where the slope's text stands along it: above the line or under it."""
+    """The place of the slope's text along it, above the line or under it."""
     turn, half = math.radians(roof["angle"]), CHAR * len(roof["text"]) / 2
     steps = [half * i / 5 for i in range(-5, 6)]
 

@@ -1,4 +1,4 @@
-"""Whole training steps by plan, the machine they were measured on, and how the tests that need a GPU ended."""
+"""Whole training steps by plan, the machine they were measured on, and the results of the tests that need a GPU."""
 
 from pathlib import Path
 
@@ -55,7 +55,7 @@ def gpu_counts(root: Path) -> str:
 
 
 def gpu_tests(root: Path) -> str:
-    """How the tests that need a GPU ended, as `make gpu-test` left it; a failure or a part that did not run is named."""
+    """The results of the tests that need a GPU, as recorded by `make gpu-test`; failures and skips are named."""
     parts = []
     for name, r in read(root, "gpu").items():
         found = r["measured"]
@@ -68,7 +68,7 @@ def gpu_tests(root: Path) -> str:
 
 
 def machine(root: Path) -> str:
-    """What was measured on: GPU, versions, and the measured ceilings that the rooflines refer to."""
+    """The machine of the records: GPU, versions, and the measured ceilings that rooflines refer to."""
     parts = []
     for group in by_machine(read(root, "bench") | read(root, "optimize")):
         m = next(iter(group.values()))["machine"]

@@ -55,7 +55,7 @@ class Column:
 
 
 def columns(*titles: str, form: str | Callable[[Any], str] | None = None, rank: int | None = 0) -> list[Column]:
-    """Several columns that are written alike."""
+    """Several columns with the same form and rank."""
     return [Column(title, form, rank) for title in titles]
 
 
@@ -63,7 +63,7 @@ def columns(*titles: str, form: str | Callable[[Any], str] | None = None, rank: 
 class Table:
     """Columns and rows of values. On a terminal and in HTML a column without a value is left out, unless it is the first.
 
-    merge   the number of leading columns that tell groups of rows apart: a terminal writes them once per group
+    merge   the number of leading columns that identify a group of rows: a terminal writes them once per group
     head    whether the titles of the columns are shown
     """
 
@@ -106,7 +106,7 @@ class Table:
         return Markup(fill("table.html.j2", title=self.title, columns=kept, rows=list(rows)))
 
     def to_rich(self, width: int) -> RenderableType:
-        """What fits the width: columns leave by their rank and are named; where even that is too wide, one line per fact."""
+        """What fits the width: columns are left out by rank, and listed; where that is not enough, one line per cell."""
         filled = [i for i in self.filled() if self.columns[i].rank is not None]
         kept, texts = list(filled), {i: self.terminal_texts(i) for i in filled}
         least = {i: needed([self.columns[i].title, *texts[i]]) for i in kept}

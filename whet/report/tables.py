@@ -17,7 +17,7 @@ from whet.report.table import Column, Table, columns
 
 OVER = "over 100%"  # of a roof that is beaten
 MODES = {"eager": "with launches", "graph": "graph"}  # a mode as it is printed: eager is an impl's name too
-SLACK = 0.05  # a share of the time: the roof of memory is a copy's, and other mixes of reads and writes differ by a little
+SLACK = 0.05  # a share of the time: the roof of memory is a copy's, and other mixes of reads and writes differ slightly
 
 
 def mode_label(e: dict) -> str:
@@ -25,7 +25,7 @@ def mode_label(e: dict) -> str:
 
 
 def plan_label(name: str) -> str:
-    """A plan's name as it is printed, or a text about it: "eager" alone is an impl, and a plan of stock calls."""
+    """A plan's name as it is printed, or a text that names it: "eager" becomes "stock", since eager is an impl's name."""
     return re.sub(r"(^|kept )eager\b( \+ choices)?", lambda m: m[1] + ("choices" if m[2] else "stock"), name)
 
 
@@ -42,7 +42,7 @@ def budget(item: dict) -> str:
 
 
 def of_roof(share: float, spread: float = 0.0) -> str:
-    """A share of what the machine was measured to reach; who beats that by more than the spread shows it to be wrong."""
+    """A share of what the machine was measured to reach; above it by more than the spread, the ceiling is wrong."""
     return percent(share) if share <= 1 + max(spread, SLACK) else OVER
 
 
@@ -55,7 +55,7 @@ def roofline(e: dict, timed: float | None, spread: float = 0.0) -> str:
 
 
 def versus(item: dict) -> str:
-    """A candidate's time over the fastest one's, and the interval in which that ratio lies: the figures that decided."""
+    """A candidate's time over the fastest one's, and the interval of that ratio: the figures that decide."""
     if "vs_best" not in item:
         return "-"
     low, high = f"{item['vs_best_low']:.2f}", f"{item['vs_best_high']:.2f}"
@@ -76,7 +76,7 @@ def best(e: dict) -> dict[str, str]:
 
 
 def hardware(m: dict) -> str:
-    """What a device is made of, for a line under its name; what a record does not hold is left out."""
+    """A device's capability, cores and memory in one line; what a record lacks is left out."""
     cc, cores = m.get("capability"), "SMs" if m.get("device") == "cuda" else "cores"
     capability = f"compute capability {cc[0]}.{cc[1]}" if cc else "no CUDA capability" if m.get("device") else ""
     counted = {"sms": cores, "threads": "threads", "memory_gib": "GiB"}
@@ -158,16 +158,16 @@ def calls_table(entries: list[dict], title: str = "candidates: verified, then ti
 
 
 def note(e: dict, name: str) -> str:
-    words = ["interpreted only, sizes reduced"] if e["candidates"][name].get("interpreted") else []
+    notes = ["interpreted only, sizes reduced"] if e["candidates"][name].get("interpreted") else []
     if name == e.get("chosen"):
-        words = ["chosen", *([e["why"]] if e.get("why", FASTEST) != FASTEST else [])]
-        words += [beside_rival(e)] if e.get("rival") else []
+        notes = ["chosen", *([e["why"]] if e.get("why", FASTEST) != FASTEST else [])]
+        notes += [beside_rival(e)] if e.get("rival") else []
     tiles = sum(base(n) == base(name) and "ms" in c for n, c in e["candidates"].items())
-    return ", ".join([*filter(None, words), *([f"best of {tiles} tiles"] if tiles > 1 else [])])
+    return ", ".join([*filter(None, notes), *([f"best of {tiles} tiles"] if tiles > 1 else [])])
 
 
 def beside_rival(e: dict) -> str:
-    """The chosen one beside the best other: how many times as fast, or that it is a tie, or that the other seemed faster."""
+    """The chosen candidate against the best other: how many times as fast, a tie, or undecided."""
     over, rival, why = e["vs_rival"], e["rival"], e.get("why", FASTEST)
     if why.startswith(TIED):
         return f"tied with {rival}" if abs(over - 1) <= NARROW else ""
@@ -183,19 +183,20 @@ def busy(entries: list[dict], result: dict | None = None) -> list[str]:
     if not found:
         return []
     more = f" (and {len(found) - 1} more)" if len(found) > 1 else ""
-    return [f"a busy machine: {found[-1][1]} while {found[-1][0]}{more} ran; run again when it is quiet for surer figures"]
+    what = f"{found[-1][1]} while {found[-1][0]}{more} ran"
+    return [f"the machine was busy: {what}; run again on an idle machine for reliable figures"]
 
 
 def stale(entries: list[dict]) -> list[str]:
-    """One line where a time beats the measured ceilings."""
+    """One line where a time is shorter than the measured ceilings allow."""
     if not any(OVER in roofline(e, e.get("ms")) for e in entries):
         return []
     return [f"{OVER}: faster than the measured ceilings allow, so they are stale, unless the data sits in a CPU's cache; "
-            "`whet machine --again` measures them anew"]
+            "`whet machine --again` measures them again"]
 
 
 def left_out(entries: list[dict]) -> list[str]:
-    """Every candidate that lost its candidacy, with the reason; those that share a reason share a line."""
+    """The candidates that were refused or rejected, one line per reason."""
     reasons: dict[str, dict[str, list[str]]] = {}
     for e in entries:
         for name, c in e["candidates"].items():
@@ -208,10 +209,10 @@ def left_out(entries: list[dict]) -> list[str]:
 
 
 def proved(entries: list[dict], name: Callable[[dict], str] = entry_id) -> list[str]:
-    """The calls, marked * in a table, that were verified at a smaller size than they were timed; said once per call."""
+    """The calls, marked * in a table, that were verified at a smaller size than they were timed; one line per call."""
     smaller = {name(e): c["proved"] for e in entries for c in e["candidates"].values() if c.get("proved")}
     why = "the float64 reference of the whole is too large"
-    return [f"{call} was timed as it stands and verified as {key}: {why}" for call, key in smaller.items()]
+    return [f"{call} was timed at full size and verified as {key}: {why}" for call, key in smaller.items()]
 
 
 def show_calls(console: Console, entries: list[dict]) -> None:
@@ -221,7 +222,7 @@ def show_calls(console: Console, entries: list[dict]) -> None:
 
 
 def counters_table(rows: list[dict]) -> Table:
-    """One row per kernel: time, clock, how busy each unit is in percent, how many warps there were and what they awaited."""
+    """One row per kernel: time, clock, utilisation of each unit in percent, warps and their stall reasons."""
     keys = {"us": "us", "MHz": "mhz", "regs": "registers", "KiB": "shared_kib", "warps": "warps"} | {u: u for u in ncu.UNITS}
     figures = [Column(title, "{:.0f}", rank) for rank, title in enumerate(keys)]
     names = (Column("call"), Column("impl"), Column("kernel", cut=40))
@@ -235,7 +236,7 @@ def counters_table(rows: list[dict]) -> Table:
 
 
 def chosen_note(result: dict) -> str:
-    """How the plan was chosen; older records say only whether it was a tie."""
+    """How the plan was chosen; older records have only whether it was a tie."""
     why = result.get("why") or (TIED if result.get("tied") else FASTEST)
     return "chosen" if why == FASTEST else f"chosen, {plan_label(why)}"
 
