@@ -159,7 +159,7 @@ def test_optimize_example_shows_calls_plans_and_the_choice(planted):
     target, lock, precision, again, seconds, _ = planted[0]
     assert (target, precision, again, seconds) == ("tiny-llama:tiny", "float32", False, 0.5) and str(lock.path) == "whet.lock"
     assert "stock: 2.00x the plain eager model, every gradient verified. No GPU." in result.stdout
-    assert "before: plain eager" in result.stdout and "4000" in result.stdout and "lock: whet.lock" in result.stdout
+    assert "before: plain eager" in result.stdout and "4,000" in result.stdout and "lock: whet.lock" in result.stdout
 
 
 def test_reasons_are_printed_as_they_are(planted):
