@@ -85,8 +85,8 @@ def test_an_excerpt_is_what_the_terminal_shows(recorded):
     assert text.startswith("```text\n$ whet bench\nplans for tiny-llama:tiny float32: one training step\n")
     assert "│ choices " in text and "2.50x" in text and "grad norm is missing" in text
     write(recorded, "doctor-a.json", record(FOUND))
-    said = "1. it copies [1.000 ms, 25% of the step]\n     a copy\n   fix: Do not (gives back about 1.000 ms)"
-    assert said in front.finding(recorded)
+    text = front.finding(recorded)
+    assert all(fact in text for fact in ("it copies", "1.000 ms, 25%", "a copy", "fix: Do not"))
 
 
 def test_small_tables_hold_the_figures_of_the_large_ones(recorded):

@@ -72,7 +72,7 @@ def test_the_command_writes_a_record_that_the_tables_of_readme_ignore(pretend, t
     kept = json.loads(next((tmp_path / "records").glob("*.json")).read_text())
     assert kept["command"] == "whet counters rms_norm --shapes M=64,N=128 --dtype bfloat16"
     assert [r["impl"] for r in kept["measured"]["kernels"]] == ["triton", "triton"]
-    assert tables.counters_table(kept["measured"]["kernels"]).row_count == 2
+    assert len(tables.counters_table(kept["measured"]["kernels"])) == 2
     for name, table in readme.TABLES.items():
         assert isinstance(table(tmp_path), str), name
 

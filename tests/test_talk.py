@@ -222,18 +222,18 @@ def test_the_chat_template_is_used_where_there_is_one_unless_raw(monkeypatch):
         assert speaker.asked == [wanted]
 
 
-def test_what_is_told_of_a_gpu_has_the_floor_the_bytes_and_the_acceptance():
-    told = dict(
+def test_the_summary_under_a_text_has_the_floor_the_bytes_and_the_acceptance():
+    made = dict(
         tokens=[1] * 9, tokens_per_s=2500.0, prompt_tokens=7, reused_tokens=4, reason="stop", first_token_s=0.0123,
         since_start_s=2.5, imported_s=1.5, loaded_s=0.75, floor_share=0.69, bytes_per_token=1192000000, floor_s=277e-6,
         accepted=0.4, speculation="on",
     )
-    assert list(tables.told(told)) == [
-        "9 tokens, 2500.0 tokens/s; the prompt has 7 (4 of them still in the cache); ended by: stop",
-        "first token: 0.012 s after the prompt was given, 2.50 s after the start of the command (imports 1.50, weights 0.75)",
-        "69% of the bandwidth floor: a token reads 1.192 GB, at least 277 us here",
-        "speculation: 40% of the drafted tokens accepted",
-    ]
+    facts = (
+        ("9 tokens", "2500.0 tokens/s", "7", "4", "stop"), ("0.012 s", "2.50 s", "imports 1.50", "weights 0.75"),
+        ("69%", "1.192 GB", "277 us"), ("speculation", "40%"),
+    )
+    for line, wanted in zip(tables.summary_lines(made), facts, strict=True):
+        assert all(fact in line for fact in wanted), line
 
 
 def test_profile_sets_the_decode_ops_beside_the_plain_formulas():

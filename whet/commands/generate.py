@@ -162,7 +162,7 @@ def command(
     if as_json:
         typer.echo(json.dumps(made, indent=1))
     else:
-        for line in decode_tables.told(made):
+        for line in decode_tables.summary_lines(made):
             console.print(line)
     if telling.stopped:
         typer.echo(f"whet: stopped after {len(made['tokens'])} tokens", err=True)

@@ -1,4 +1,4 @@
-"""The doctor's tables in docs: its checks, and how its predictions of fusing compare with what kernels gave."""
+"""The doctor's tables in docs: its checks, and its predictions of fusing against the measured gain of real kernels."""
 
 from pathlib import Path
 
@@ -10,6 +10,7 @@ from whet.report.markdown import Records, absent, by_machine, grid, merged, orde
 
 
 def checks(root: Path) -> str:
+    """Every check of the doctor, and whether it needs a GPU."""
     rows = [(f"`{c.name}`", c.title, "a GPU" if c.gpu else "anything") for c in discover().values()]
     return grid(("check", "looks for", "needs"), rows, text=3)
 
@@ -24,7 +25,7 @@ def predicted(e: dict) -> tuple[float, float, float] | None:
 
 
 def predictions(root: Path) -> str:
-    """Of the newest record of each call on one machine."""
+    """Predicted against measured gain, from the newest record of each call on each machine."""
     parts = []
     for group in by_machine(read(root, "bench")):
         found = [(name, e, p) for name, e in merged(group) if (p := predicted(e))]
