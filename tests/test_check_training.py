@@ -101,7 +101,7 @@ def uploaded(on_cpu: bool) -> list:
 
 def test_a_mask_built_on_the_cpu_and_copied_in_every_layer_is_named():
     (found,) = uploaded(on_cpu=True)
-    finding = uploads.told(found, cost=None)
+    finding = uploads.finding(found, cost=None)
     assert finding.cause.startswith("a mask, bool[16, 16], is built on the CPU and copied to the GPU in layers.* at ")
     assert finding.cause.endswith(", 4 times a step") and any("it is built at" in line for line in finding.evidence)
     assert len(found.events) == 4 and found.bytes == 4 * 16 * 16

@@ -14,8 +14,8 @@ from whet.diagnose.doctor import diagnose, open_target
 from whet.diagnose.modules import tensors_in
 from whet.diagnose.profile import profiled
 from whet.diagnose.script import run_script
+from whet.diagnose.summary import folded
 from whet.diagnose.target import CannotRun, target_of
-from whet.diagnose.tell import folded
 from whet.diagnose.watch import watch
 from whet.figures import error_line
 from whet.workload import find_loss

@@ -17,7 +17,7 @@ def cores() -> set[int]:
 
 
 def ticks() -> tuple[int, int] | None:
-    """(ticks in all, ticks that were idle) of these cores since the system began; None where that is not told."""
+    """(ticks in all, ticks that were idle) of these cores since the system began; None where the system does not report it."""
     mine = {f"cpu{n}" for n in cores()}
     try:
         lines = [line.split() for line in Path("/proc/stat").read_text().splitlines() if line.startswith("cpu")]
@@ -52,8 +52,8 @@ class Watch:
         return f"other work took {others:.1f} of {here} cores" if others > here - threads + SHARE else ""
 
 
-def told(watch: Watch, spreads: list[float], clocks: tuple[float | None, float | None] = (None, None)) -> str:
-    """Everything that speaks for a busy machine, as one line; empty for a quiet one.
+def describe(watch: Watch, spreads: list[float], clocks: tuple[float | None, float | None] = (None, None)) -> str:
+    """Every sign of a busy machine, as one line; empty for a quiet one.
 
     spreads  each candidate's distance between its quartiles, as a share of its median
     clocks   the GPU's clock before and after, MHz

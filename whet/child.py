@@ -1,4 +1,4 @@
-"""A process that answers questions, one JSON object per line each way. Whatever becomes of it, the asker is told in time."""
+"""A child process that answers one JSON object per line. If it dies or hangs, the caller gets the reason within a time limit."""
 
 import contextlib
 import json

@@ -79,7 +79,7 @@ def load(path: Path) -> tuple[dict | None, str]:
 
 
 def salvage(text: str) -> dict:
-    """What is whole in a file that is no longer JSON, found by how render() lays it out. Checksums tell whether it is right."""
+    """What is whole in a file that is no longer JSON, found by how render() lays it out. Checksums show whether it is right."""
     machines: dict[str, dict] = {}
     who = section = ""
     for found in re.finditer(r'^( {2,4})("(?:[^"\\\n]|\\.)*"): (\{(?:\n {5}.*)*\n {4}\})?', text, re.M):

@@ -148,7 +148,7 @@ def race(
             turns.run(left)
     timings = turns.timings()
     spreads = [(t.high - t.low) / t.ms for t in timings.values() if t.ms]
-    return Race(timings, found, busy.told(watch, spreads, (clock, sm_mhz())), turns.times())
+    return Race(timings, found, busy.describe(watch, spreads, (clock, sm_mhz())), turns.times())
 
 
 def sm_mhz() -> float | None:
@@ -278,7 +278,7 @@ def _measure_ceilings() -> Ceilings:
         mm = functools.partial(torch._scaled_mm, a, b.t(), scale_a=one, scale_b=one, out_dtype=torch.bfloat16)
         tflops["float8_e4m3fn"] = round(2 * side**3 / least_ms(mm) / 1e9, 2)
     spreads = [(t.high - t.low) / t.ms for t in taken]
-    return Ceilings(round(copy_gbs, 1), tflops, busy.told(watch, [max(spreads)]))
+    return Ceilings(round(copy_gbs, 1), tflops, busy.describe(watch, [max(spreads)]))
 
 
 def dispatch_us(calls: int = 200, turns: int = 25) -> float:

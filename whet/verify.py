@@ -100,7 +100,7 @@ def verify(
         expected = {k: v for k, v in expected.items() if not k.startswith("grad ") or k.removeprefix("grad ") in use.wanted}
     if set(actual) != set(expected):
         return Verdict(False, why=f"returns {sorted(actual)}, expected {sorted(expected)}")
-    if leaks in ("NaN", "inf"):  # the gradient of what all rows share is no number either, or may be: only rows are told apart
+    if leaks in ("NaN", "inf"):  # the gradient of what all rows share is no number either, or may be: only rows are comparable
         clean = {k for k in op.grads if isinstance(args[k], torch.Tensor) and torch.isfinite(args[k]).all()}
         expected = {k: v for k, v in expected.items() if k.removeprefix("grad ") not in clean}
     oracle = {k: held.oracle[k] for k in expected}
@@ -119,7 +119,7 @@ def coarse_steps(op: Op, args: dict) -> dict[str, float]:
 
 
 def picked(actual: dict, eager: dict, oracle: dict, scores: torch.Tensor) -> tuple[dict, Verdict]:
-    """The index of the largest score: any whose score the oracle cannot tell from the largest, given eager's own error.
+    """The index of the largest score: any whose score the oracle cannot distinguish from the largest, given eager's own error.
 
     In exact arithmetic it is the first of equals; which of nearly equal ones is picked hangs on the last bits.
     """

@@ -139,7 +139,7 @@ class LLM:
     random_weights   "qwen3:0.6b", say, instead of a model: for benchmarks
     verify           on a GPU the decode kernels are verified once for each shape of model (whet/decode/trust.py), in seconds;
                      where they fail, stock calls decode. False: they are used as they are
-    progress         told what is verified, (text, done, of)
+    progress         called as progress(text, done, of) while the kernels are verified
 
     One call at a time: a new one ends a stream that is still open. Any of them can be interrupted.
     """
@@ -240,7 +240,7 @@ class LLM:
     def chat(self, messages: Messages, template: Mapping[str, Any] | None = None, **options: Any) -> Completion:
         """The answer to a conversation: [{"role": "user", "content": ...}, ...], written by the model's chat template.
 
-        template: what else the template is told, such as {"enable_thinking": False}. The turns before are not fed again
+        template: further variables of the template, such as {"enable_thinking": False}. The turns before are not fed again
         where the cache still holds them.
         """
         return self._one(self._request(self.text.chat(messages, **(template or {})), Options(**({"reuse": True} | options))))

@@ -60,7 +60,7 @@ def where_of(device: str, dtype: str | torch.dtype) -> dict[str, Any]:
 
 
 def config_of(path: str | Path | None, random_weights: str | None) -> Qwen3Config | None:
-    """What a model is, before a weight of it is read; None where only opening it tells."""
+    """A model's config, before a weight of it is read; None where it is known only once the model is opened."""
     if random_weights is not None:
         return _random_config(random_weights)
     folder = None if path is None else located(path)

@@ -47,7 +47,7 @@ class Spoken:
     def __getattr__(self, name: str):
         run = getattr(self.ops, name)
 
-        def told(*args, **kwargs):
+        def ranged(*args, **kwargs):
             if not torch.autograd._profiler_enabled():
                 return run(*args, **kwargs)
             span = Range("forward", f"ops.{name}")
@@ -56,7 +56,7 @@ class Spoken:
             finally:
                 span.close()
 
-        return told
+        return ranged
 
 
 def built_in(text: str) -> DecodeTarget | None:

@@ -11,8 +11,8 @@ from whet.diagnose.checks import discover
 from whet.diagnose.decode import as_decode, built_in
 from whet.diagnose.run import Check, Finding, Run
 from whet.diagnose.script import run_script
+from whet.diagnose.summary import notes, overview, slowest_part
 from whet.diagnose.target import CannotRun, Target, resolve, unmoved
-from whet.diagnose.tell import notes, overview, slowest_part
 from whet.figures import error_line, percent
 
 Progress = Callable[[str, int, int], None]

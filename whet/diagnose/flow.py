@@ -260,10 +260,10 @@ def line_of(node) -> str:
         if found and starts_step(found[1], found[3]):
             break
         if found and (not found[1].startswith(THEIRS) or found[1].startswith(MODELS)):
-            told = f"{os.path.basename(found[1])}:{found[2]}"
+            line = f"{os.path.basename(found[1])}:{found[2]}"
             if not found[1].startswith(PACKAGES):
-                return told
-            package = package or told
+                return line
+            package = package or line
     return package
 
 

@@ -20,7 +20,7 @@ from whet.measure import Timing, compare
 
 MARK = "whet|"
 COMPILED = "## Call CompiledFxGraph"  # how the profiler names a graph of Inductor's
-TAKES = 3  # steps profiled on a CPU, the shortest kept: a stall of a busy machine's would be told as the slowest part
+TAKES = 3  # steps profiled on a CPU, the shortest kept: a stall of a busy machine's would be reported as the slowest part
 LONG_MS = 200.0  # a step as long as this is profiled once
 PHASES = ("forward", "backward", "optimizer")
 
@@ -196,8 +196,8 @@ class Spans:
     """The marked ranges of one step; forward and backward never run at once, so a time has one innermost range."""
 
     def __init__(self, marks):
-        told = [(e, e.name().split("|", 1)[1]) for e in marks]
-        spans = [(e.start_ns(), e.start_ns() + e.duration_ns(), name) for e, name in told if name.split("|")[0] in PHASES]
+        named = [(e, e.name().split("|", 1)[1]) for e in marks]
+        spans = [(e.start_ns(), e.start_ns() + e.duration_ns(), name) for e, name in named if name.split("|")[0] in PHASES]
         self.nest = Nest(spans)
         steps = [e for e in marks if e.name() == f"{MARK}step|"]
         self.whole = (steps[0].start_ns(), steps[0].start_ns() + steps[0].duration_ns()) if steps else (0, 0)

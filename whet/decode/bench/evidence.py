@@ -1,4 +1,4 @@
-"""What else a benchmark of the decoder tells: how long a fresh process takes to its first token, and what quantising costs."""
+"""What else a benchmark of the decoder reports: a fresh process's time to its first token, and what quantising costs."""
 
 import contextlib
 import functools
@@ -43,8 +43,8 @@ def starts(model: Qwen3, where: Path | None, device: str = "auto") -> dict:
         cold = child(where, device)
         warm = [child(where, device) for _ in range(WARM)]
     middle = sorted(warm, key=lambda r: r["since_start_s"])[WARM // 2]
-    told = "read from disk" if dropped else "perhaps in the system's page cache"
-    return {"first": first, "cold": cold, "warm": middle, "cold_is": told, "bytes": size}
+    source_of_cold = "read from disk" if dropped else "perhaps in the system's page cache"
+    return {"first": first, "cold": cold, "warm": middle, "cold_is": source_of_cold, "bytes": size}
 
 
 def forgotten(file: Path) -> bool:
@@ -71,8 +71,8 @@ def child(where: Path, device: str) -> dict:
     if done.returncode:
         said = done.stderr.strip().splitlines() or [f"exit code {done.returncode}"]
         raise ValueError(f"whet generate did not start: {said[-1]}")
-    told = json.loads(done.stdout)
-    return {name: round(told[name], 3) for name in PARTS}
+    answer = json.loads(done.stdout)
+    return {name: round(answer[name], 3) for name in PARTS}
 
 
 def graded(name: str, device: str, quants: list[str], progress: Callable[[str, int, int], None]) -> dict:
@@ -81,7 +81,7 @@ def graded(name: str, device: str, quants: list[str], progress: Callable[[str, i
     On real text: with the model that was named where it has a tokenizer, else with SmolLM2-135M where it is installed, else
     with random weights and random tokens, whose KL means something and whose perplexity does not.
     """
-    build, text, told = source(name, device)
+    build, text, about = source(name, device)
     model = build()
     gpu = model.embed.device.type == "cuda"
     count = 4096 if gpu else 256
@@ -96,7 +96,7 @@ def graded(name: str, device: str, quants: list[str], progress: Callable[[str, i
     found = quality.compare_quants(build, tokens, quants or QUANTS, run=run, batch=8 if gpu else 1, more=kernel_of)
     base = next(iter(found))
     noise = found[base].error
-    result: dict[str, Any] = told | {"path": "token by token, as it decodes" if gpu else "the plain forward", "base": base}
+    result: dict[str, Any] = about | {"path": "token by token, as it decodes" if gpu else "the plain forward", "base": base}
     progress("quality: transformers", 1, 2)
     try:
         theirs = theirs_of(build(), tokens, batch=8 if gpu else 1)

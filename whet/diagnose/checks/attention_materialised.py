@@ -10,8 +10,8 @@ import torch.nn.functional as F
 from torch import nn
 
 from whet.diagnose.run import Check, Finding, Run
+from whet.diagnose.summary import pattern
 from whet.diagnose.target import Target, target_of
-from whet.diagnose.tell import pattern
 from whet.diagnose.watch import Event, Seen
 from whet.figures import figure
 from whet.measure import compare

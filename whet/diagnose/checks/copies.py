@@ -1,6 +1,6 @@
 """Copies that change nothing but the layout, where the reader would have taken the tensor as it lay.
 
-A copy is told only with a reason why it can be left out: what is repeated could be broadcast, the reader takes strides, the
+A copy is reported only with a reason why it can be left out: what is repeated could be broadcast, the reader takes strides, the
 same was copied before, or the copy is itself copied. The one copy that merges the heads behind attention has no such reason.
 """
 
@@ -13,8 +13,8 @@ import torch.nn.functional as F
 from torch import nn
 
 from whet.diagnose.run import Check, Finding, Run
+from whet.diagnose.summary import IDLE, pattern
 from whet.diagnose.target import Target, target_of
-from whet.diagnose.tell import IDLE, pattern
 from whet.diagnose.watch import Event, Seen
 from whet.figures import figure, percent
 from whet.machine import this_machine
@@ -204,10 +204,10 @@ def find(run: Run):
             continue
         ms, measured = cost(run, group)
         if not run.gpu or ms >= least_time * run.step_ms:
-            yield told(run, kind, module, group, ms, measured, bytes_ / moved)
+            yield finding(run, kind, module, group, ms, measured, bytes_ / moved)
 
 
-def told(run: Run, kind: str, module: str, group: list[Copy], ms: float, measured: bool, share: float) -> Finding:
+def finding(run: Run, kind: str, module: str, group: list[Copy], ms: float, measured: bool, share: float) -> Finding:
     first = max(group, key=lambda c: c.bytes)
     lines = ", ".join(dict.fromkeys(c.event.line for c in group if c.event.line))
     readers = dict.fromkeys(f"{e.op}" + (f" at {e.line}" if e.line else "") for e, _ in first.readers)

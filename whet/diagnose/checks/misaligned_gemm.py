@@ -12,8 +12,8 @@ import torch
 from torch import nn
 
 from whet.diagnose.run import Check, Finding, Run
+from whet.diagnose.summary import pattern
 from whet.diagnose.target import Target, target_of
-from whet.diagnose.tell import pattern
 from whet.diagnose.watch import Event, Seen
 from whet.figures import figure, percent
 from whet.measure import compare
@@ -87,7 +87,8 @@ class GemmGroup:
         return {size: -(-size // PAD) * PAD for size in self.sizes}
 
     @property
-    def told(self) -> str:
+    def subject(self) -> str:
+        """The beginning of the finding's sentence: the tensors by name, and their verb."""
         names = list(dict.fromkeys(map(pattern, self.names)))
         more = f" and {len(names) - 2} more" if len(names) > 2 else ""
         if not names:
@@ -176,7 +177,7 @@ def finding(run: Run, g: GemmGroup, sizes: str, gain: float | None, figures: str
     odd = min(g.padded)
     return Finding(
         "misaligned_gemm",
-        f"{g.told} rows of {odd} {kind}, which is no multiple of {ROW_BYTES} bytes"
+        f"{g.subject} rows of {odd} {kind}, which is no multiple of {ROW_BYTES} bytes"
         + ("" if run.gpu else ": on a GPU its products load slowly"),
         [
             f"{first.event.op} {m} x {k} x {n}, {len(g.products)} such products a step, {percent(share)} of its flops",

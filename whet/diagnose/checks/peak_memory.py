@@ -1,6 +1,6 @@
 """Who holds the memory at its highest: parameters, gradients, the optimizer, and what each module keeps for the backward.
 
-No fault by itself: told only where the device is nearly full.
+No fault by itself: reported only where the device is nearly full.
 """
 
 import torch
@@ -8,8 +8,8 @@ from torch import nn
 
 from whet.diagnose.modules import tensors_in
 from whet.diagnose.run import Check, Finding, Run
+from whet.diagnose.summary import pattern
 from whet.diagnose.target import Target, target_of
-from whet.diagnose.tell import pattern
 from whet.diagnose.watch import Watched, restored
 from whet.figures import figure, percent
 

@@ -64,7 +64,7 @@ def gapped(calls: list[Event]) -> Event | None:
     return next((e for e in calls if e.inputs[0].strides[-1] == 1 and not dense(e.inputs[0])), None)
 
 
-def told(e: Event) -> str:
+def describe(e: Event) -> str:
     return f"{e.module or 'the model'}: gradient {list(e.inputs[0].shape)} with strides {list(e.inputs[0].strides)}, " \
         f"output with strides {list(e.inputs[4].strides)}"
 
@@ -78,14 +78,14 @@ def judged(events: list[Event]):
                 "stale_cudnn_plan", f"the gradients of q, k and v are wrong in {second}: torch reads its upstream gradient by "
                 f"the strides of {first}'s, for which it made cuDNN's plan",
                 [f"{len(calls)} backward calls of q {list(calls[0].inputs[1].shape)} share a plan, in {len(differing)} layouts",
-                 *map(told, differing[:4])],
+                 *map(describe, differing[:4])],
                 fix=FIX, wrong=True, module=differing[1].module, apply=without_cudnn,
             )
         elif e := gapped(calls):
             yield Finding(
                 "stale_cudnn_plan", f"the upstream gradient of attention in {e.module or 'the model'} is a slice or expanded: "
                 "q's, k's and v's are right only while no other call of these sizes in the process has another layout",
-                [told(e), f"torch {torch.__version__} keeps cuDNN's plan without the gradient's strides"],
+                [describe(e), f"torch {torch.__version__} keeps cuDNN's plan without the gradient's strides"],
                 fix=FIX, module=e.module, apply=without_cudnn,
             )
 
