@@ -38,7 +38,7 @@ class Watch:
     def __init__(self) -> None:
         self.before, self.own = ticks(), own_ticks()
 
-    def crowded(self) -> str:
+    def other_load(self) -> str:
         """One phrase where others took cores that this process has threads for; empty where they did not."""
         after, here = ticks(), len(cores())
         if self.before is None or after is None:
@@ -58,7 +58,7 @@ def describe(watch: Watch, spreads: list[float], clocks: tuple[float | None, flo
     spreads  each candidate's distance between its quartiles, as a share of its median
     clocks   the GPU's clock before and after, MHz
     """
-    found = [phrase] if (phrase := watch.crowded()) else []
+    found = [phrase] if (phrase := watch.other_load()) else []
     middle = sorted(spreads)[len(spreads) // 2] if spreads else 0.0
     if middle > WIDE:
         found.append(f"times vary by {100 * middle:.0f}% between their quartiles")

@@ -60,8 +60,8 @@ def read(call: Call, impl: str) -> list[dict]:
         written = log.read_text() if log.exists() else ""
         rows = parse(written)
         if not rows:
-            said = [line for line in (*written.splitlines(), *done.stderr.splitlines()) if "ERROR" in line or "Error" in line]
-            raise ValueError(f"counters: ncu read no kernel of {impl}: {(said or ['it gave no reason'])[-1].strip()[:200]}")
+            errors = [line for line in (*written.splitlines(), *done.stderr.splitlines()) if "ERROR" in line or "Error" in line]
+            raise ValueError(f"counters: ncu read no kernel of {impl}: {(errors or ['it gave no reason'])[-1].strip()[:200]}")
     return rows
 
 

@@ -34,7 +34,7 @@ def command(
         with progress_bar(not as_json) as progress, quiet_profiler():
             opened = clinic.open_target(target, kind_of(train, decode), shlex.split(args))
             run = seen(opened, seconds, progress)
-            result = {"target": opened.name, "kind": opened.kind, "notes": summary.notes(run)}
+            result: dict = {"target": opened.name, "kind": opened.kind, "notes": summary.notes(run)}
             result |= {"sentence": summary.slowest_part(run)} | summary.overview(run) | details(run)
             if isinstance(opened, decoding.DecodeTarget):
                 progress("the same by the decode ops", 1, 2)

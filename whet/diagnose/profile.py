@@ -141,9 +141,9 @@ def read(prof, step: Timing, device: str) -> Profile:
     events = prof.profiler.kineto_results.events()
     spans = Spans([e for e in events if e.name().startswith(MARK) and on_cpu(e)])
     kernels = gpu_kernels(events, spans) if device == "cuda" else cpu_kernels(events, spans)
-    whole, most = sum(k.us for k in kernels), step.ms * 1e3
-    if device != "cuda" and whole > most:
-        kernels = [replace(k, us=k.us * most / whole) for k in kernels]
+    whole, limit_us = sum(k.us for k in kernels), step.ms * 1e3
+    if device != "cuda" and whole > limit_us:
+        kernels = [replace(k, us=k.us * limit_us / whole) for k in kernels]
     rows: dict[str, ProfileRow] = collections.defaultdict(ProfileRow)
     for k in kernels:
         row = rows[k.module]

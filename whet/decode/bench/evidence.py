@@ -39,7 +39,7 @@ def starts(model: Qwen3, where: Path | None, device: str = "auto") -> dict:
             rivals.save_hf(model, where)
         files = [where] if where.is_file() else sorted(where.glob("*.safetensors"))
         first = child(where, device)
-        dropped, size = all(forgotten(f) for f in files), sum(f.stat().st_size for f in files)
+        dropped, size = all(drop_from_page_cache(f) for f in files), sum(f.stat().st_size for f in files)
         cold = child(where, device)
         warm = [child(where, device) for _ in range(WARM)]
     middle = sorted(warm, key=lambda r: r["since_start_s"])[WARM // 2]
@@ -47,7 +47,7 @@ def starts(model: Qwen3, where: Path | None, device: str = "auto") -> dict:
     return {"first": first, "cold": cold, "warm": middle, "cold_is": source_of_cold, "bytes": size}
 
 
-def forgotten(file: Path) -> bool:
+def drop_from_page_cache(file: Path) -> bool:
     """Ask the system to drop a file from its page cache, so that the next reader waits for the disk."""
     try:
         with file.open("rb") as f:
@@ -69,13 +69,13 @@ def child(where: Path, device: str) -> dict:
     command = [sys.executable, "-c", start, "generate", str(where), PROMPT, *options]
     done = subprocess.run(command, capture_output=True, text=True, timeout=LIMIT_S)
     if done.returncode:
-        said = done.stderr.strip().splitlines() or [f"exit code {done.returncode}"]
-        raise ValueError(f"whet generate did not start: {said[-1]}")
+        errors = done.stderr.strip().splitlines() or [f"exit code {done.returncode}"]
+        raise ValueError(f"whet generate did not start: {errors[-1]}")
     answer = json.loads(done.stdout)
     return {name: round(answer[name], 3) for name in PARTS}
 
 
-def graded(name: str, device: str, quants: list[str], progress: Callable[[str, int, int], None]) -> dict:
+def measure_quality(name: str, device: str, quants: list[str], progress: Callable[[str, int, int], None]) -> dict:
     """Perplexity, KL and top-1 against float32, of the decoding path as it is, of each quant, and of Transformers in bfloat16.
 
     On real text: with the model that was named where it has a tokenizer, else with SmolLM2-135M where it is installed, else
@@ -162,7 +162,7 @@ def theirs_of(model: Qwen3, tokens: list[int], batch: int) -> quality.Scores:
 
 
 def plain_json(found: dict) -> dict:
-    """JSON has no word for NaN and infinity."""
+    """JSON has neither NaN nor infinity."""
     return dict(pairs(found))
 
 

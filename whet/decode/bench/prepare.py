@@ -83,8 +83,8 @@ def child(model: Qwen3, job: Job) -> str:
         )
     except subprocess.TimeoutExpired:
         return f"took longer than {LIMIT_S:.0f} s"
-    said = done.stderr.strip().splitlines() or [f"exit code {done.returncode}"]
-    return said[-1][:300] if done.returncode else ""
+    errors = done.stderr.strip().splitlines() or [f"exit code {done.returncode}"]
+    return errors[-1][:300] if done.returncode else ""
 
 
 def main() -> None:

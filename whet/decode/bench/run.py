@@ -67,7 +67,7 @@ class Asked:
 
     @property
     def ahead(self) -> int:
-        """Tokens that a row comes to behind its context."""
+        """Tokens that a row may reach after its context."""
         return max(self.tokens, CHECKED)
 
     @property
@@ -199,8 +199,8 @@ class Bench:
                 self.save(start=self.attempt(lambda: evidence.starts(self.models[""], existing(asked.model), asked.device)))
         if asked.quality:
             with self.stage("quality"):
-                graded = functools.partial(evidence.graded, asked.model, asked.device, asked.quants, self.progress)
-                self.save(quality=self.attempt(graded))
+                args = asked.model, asked.device, asked.quants, self.progress
+                self.save(quality=self.attempt(functools.partial(evidence.measure_quality, *args)))
         self.save()
         return self.measured
 

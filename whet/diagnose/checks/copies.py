@@ -1,7 +1,7 @@
 """Copies that change nothing but the layout, where the reader would have taken the tensor as it lay.
 
 A copy is reported only with a reason why it can be left out: what is repeated could be broadcast, the reader takes strides, the
-same was copied before, or the copy is itself copied. The one copy that merges the heads behind attention has no such reason.
+same was copied before, or the copy is itself copied. The one copy that merges the heads after attention has no such reason.
 """
 
 import collections
@@ -21,7 +21,7 @@ from whet.machine import this_machine
 
 OF_STEP = 0.01  # of the step's time, under which nothing is reported on a GPU; a CPU's times say nothing about one
 OF_BYTES = 0.01  # of what the forward moves: grouped heads written out in a Llama are 2 to 6% of it, with fused ops and without
-PLAIN = 0.15  # of both, for a copy that only its size speaks against: a windowed transformer's permutations are under a tenth
+PLAIN = 0.15  # of both, for a copy with only its size against it: a windowed transformer's permutations are under a tenth
 COPIERS = ("aten::clone", "aten::_to_copy", "aten::repeat")  # copy_ writes into memory that the user set aside
 ATTENTION = re.compile(r"scaled_dot_product|attention|flash_attn")
 PRODUCTS = ("aten::mm", "aten::addmm", "aten::bmm", "aten::baddbmm", "aten::matmul", "aten::linear")

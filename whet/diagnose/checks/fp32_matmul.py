@@ -10,7 +10,7 @@ from whet.figures import figure, percent
 from whet.measure import compare
 from whet.race import tie
 
-PRODUCTS = ("aten::mm", "aten::addmm", "aten::bmm", "aten::baddbmm")  # what set_float32_matmul_precision speaks for
+PRODUCTS = ("aten::mm", "aten::addmm", "aten::bmm", "aten::baddbmm")  # what set_float32_matmul_precision applies to
 LEAST = 0.05  # of the step: a change of precision must be worth more than a change of speed alone
 IDLE = 0.5  # of the step: a GPU that waits for the host this much gains nothing from faster products
 ROUNDS = 15  # at least, of each: a median of fewer is moved by one interruption

@@ -14,7 +14,7 @@ from whet.diagnose.watch import Watched, restored
 from whet.figures import figure, percent
 
 FULL = 0.90  # of the device: beyond it the allocator begins to give memory back and ask again, and a longer batch fails
-MOST = 0.60  # of the device, kept for the backward alone, while
+MAX_KEPT = 0.60  # of the device, kept for the backward alone, while
 TIMES = 2.0  # it is this much larger than parameters and optimizer state: the part that checkpointing gives back
 KEPT = "kept by "
 
@@ -92,7 +92,7 @@ def kept_bytes(held: dict[str, int]) -> int:
 def verdict(held: dict[str, int], peak: int, memory: int) -> str | None:
     """"kept": what is kept for the backward fills the device for no need; "full": the device is full; None: neither."""
     fixed = held.get("parameters", 0) + held.get("optimizer state", 0)
-    if kept_bytes(held) > TIMES * fixed and kept_bytes(held) >= MOST * memory:
+    if kept_bytes(held) > TIMES * fixed and kept_bytes(held) >= MAX_KEPT * memory:
         return "kept"
     return "full" if peak >= FULL * memory else None
 

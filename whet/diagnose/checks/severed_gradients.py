@@ -104,7 +104,7 @@ def find(run: Run):
     for name in severed:
         cut = cut_of(t, name)
         if cut is None and pattern(name) in sound and pattern(name) != name:
-            continue  # one of several alike, as an expert to which no token went
+            continue  # one of several of its kind, as an expert to which no token went
         key = (cut.what, cut.does, cut.line) if cut else ()
         groups.setdefault(key, (cut, []))[1].append(name)
     for cut, names in groups.values():

@@ -1,7 +1,7 @@
 """Gradients of cuDNN's attention that torch reads by the strides of an earlier call.
 
 torch (2.11) keeps cuDNN's plan for a backward by the sizes and strides of q, k and v. The upstream gradient is not in that key:
-in another layout than in the first such call of the process, it is read by the wrong strides, and nothing is said.
+in another layout than in the first such call of the process, it is read by the wrong strides, without an error.
 """
 
 import functools
@@ -124,7 +124,7 @@ class StalePlanExample(nn.Module):
             return F.scaled_dot_product_attention(q, k, v)
 
 
-class Two(nn.Module):
+class TwoAttentions(nn.Module):
     """Two attentions of one size; `sliced` lets the second's output into a concatenation, so its gradient is a slice."""
 
     def __init__(self, sliced: bool):
@@ -139,7 +139,7 @@ class Two(nn.Module):
 
 def example(sliced: bool) -> Target:
     x = torch.randn(2, 136, 128, dtype=torch.bfloat16, device="cuda")
-    return target_of("example", (Two(sliced).to("cuda", torch.bfloat16), x))
+    return target_of("example", (TwoAttentions(sliced).to("cuda", torch.bfloat16), x))
 
 
 CHECK = Check(
