@@ -146,7 +146,7 @@ def test_the_child_is_the_whet_that_runs_here_whatever_the_folder_holds(tmp_path
 def test_nothing_is_chosen_where_no_candidate_can_run(monkeypatch):
     monkeypatch.setattr("whet.worker.Worker.ask", lambda *_, **__: {"error": "ImportError: no module"})
     lock = Lock()
-    with pytest.raises(ValueError, match="rms_norm: no candidate could run; eager said: ImportError"):
+    with pytest.raises(ValueError, match="rms_norm: no candidate .* eager: ImportError"):
         tune([(CALL, 1)], lock, modes=("eager",))
     assert "chosen" not in entry(lock)
 

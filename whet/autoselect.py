@@ -129,7 +129,7 @@ def auto_select_kernels(config: Any) -> Any:
 
 
 def _check(config: Any, wanted: list[str]) -> None:
-    """Every wrong size is said under the config's own name for it, before anything is measured."""
+    """Every wrong size is reported under the config's own name for it, before anything is measured."""
     _sizes(batch_size=config.batch_size, max_seq_len=config.max_seq_len, d_model=config.d_model)
     if "use_triton_rotary" in wanted:
         _sizes(n_heads=config.n_heads)

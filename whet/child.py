@@ -1,4 +1,4 @@
-"""A process that answers questions, one JSON object per line each way. Whatever becomes of it, the asker is told in time."""
+"""A child process that answers one JSON object per line. If it dies or hangs, the caller gets the reason within its limit."""
 
 import contextlib
 import json
@@ -72,7 +72,7 @@ class Child:
         with contextlib.suppress(ChildProcessError):
             os.waitid(os.P_PID, self.process.pid, os.WEXITED | os.WNOWAIT)
             self._kill()
-        self.reader.join(1.0)  # what it said last counts, unless a process that got away holds the pipe
+        self.reader.join(1.0)  # what it printed last counts, unless a process that got away holds the pipe
         self.lines.put(None)
 
     def _kill(self) -> None:
@@ -126,8 +126,8 @@ class Child:
             self.stop()
             return Lost("closed the pipe of its answers, or wrote without an end")
         self.stop()
-        said = [line.strip() for line in self.tail.decode(errors="replace").splitlines() if line.strip()][-1:] or ["no message"]
-        return Lost(f"the process died ({f'signal {-code}' if code < 0 else f'exit {code}'}): {said[0][:200]}")
+        lines = [line.strip() for line in self.tail.decode(errors="replace").splitlines() if line.strip()] or ["no message"]
+        return Lost(f"the process died ({f'signal {-code}' if code < 0 else f'exit {code}'}): {lines[-1][:200]}")
 
     def stop(self) -> None:
         """End the process and whatever it started."""

@@ -30,7 +30,7 @@ STAGES = {
 
 
 def chosen(stage: int | str) -> list[int]:
-    """The numbers that a user's word stands for: 1 to 5, or all."""
+    """The stages that an argument names: 1 to 5, or all."""
     if stage == "all":
         return list(STAGES)
     if str(stage).isdecimal() and int(stage) in STAGES:
@@ -70,6 +70,6 @@ def measured(path: Path, flags: list[str]) -> dict:
         [sys.executable, str(path), *flags, "--json"], env=os.environ | {"PYTHONPATH": known}, capture_output=True, text=True
     )
     if done.returncode:
-        said = [line for line in done.stderr.splitlines() if line.strip()]
-        raise ValueError(f"exercise: {path.name}: {said[-1] if said else f'exit code {done.returncode}'}")
+        errors = [line for line in done.stderr.splitlines() if line.strip()]
+        raise ValueError(f"exercise: {path.name}: {errors[-1] if errors else f'exit code {done.returncode}'}")
     return json.loads(done.stdout.splitlines()[-1])

@@ -34,7 +34,7 @@ SCREEN_ROUNDS = 100  # and at most so many rounds
 EARLY_LOOKS = (3, 5)  # rounds after which those that are slower by a wide margin need run no more
 LIMIT = 4.0  # times the time given: when a race that is not settled ends,
 LATE_ROUNDS, LIMIT_S = 80, 60.0  # but not before so many rounds or seconds,
-MOST_ROUNDS = 400  # and never after so many rounds
+MAX_ROUNDS = 400  # and never after so many rounds
 LEAST_MS = 1e-6  # what a run takes at least, so that ratios of times have a meaning whatever the clock's steps
 SLEEP_CYCLES = 2_000_000  # about a millisecond
 
@@ -129,7 +129,7 @@ def race(
     def late() -> bool:
         spent = now() - began
         long = spent > LIMIT * given and (turns.rounds >= LATE_ROUNDS or spent > LIMIT_S)
-        return turns.rounds >= MOST_ROUNDS or (turns.rounds >= fewest(len(left) - 1) and long)
+        return turns.rounds >= MAX_ROUNDS or (turns.rounds >= fewest(len(left) - 1) and long)
 
     def look() -> Outcome:
         found = race_outcome(turns.times(), keep)
@@ -148,7 +148,7 @@ def race(
             turns.run(left)
     timings = turns.timings()
     spreads = [(t.high - t.low) / t.ms for t in timings.values() if t.ms]
-    return Race(timings, found, busy.told(watch, spreads, (clock, sm_mhz())), turns.times())
+    return Race(timings, found, busy.describe(watch, spreads, (clock, sm_mhz())), turns.times())
 
 
 def sm_mhz() -> float | None:
@@ -278,7 +278,7 @@ def _measure_ceilings() -> Ceilings:
         mm = functools.partial(torch._scaled_mm, a, b.t(), scale_a=one, scale_b=one, out_dtype=torch.bfloat16)
         tflops["float8_e4m3fn"] = round(2 * side**3 / least_ms(mm) / 1e9, 2)
     spreads = [(t.high - t.low) / t.ms for t in taken]
-    return Ceilings(round(copy_gbs, 1), tflops, busy.told(watch, [max(spreads)]))
+    return Ceilings(round(copy_gbs, 1), tflops, busy.describe(watch, [max(spreads)]))
 
 
 def dispatch_us(calls: int = 200, turns: int = 25) -> float:

@@ -60,8 +60,8 @@ def read(call: Call, impl: str) -> list[dict]:
         written = log.read_text() if log.exists() else ""
         rows = parse(written)
         if not rows:
-            said = [line for line in (*written.splitlines(), *done.stderr.splitlines()) if "ERROR" in line or "Error" in line]
-            raise ValueError(f"counters: ncu read no kernel of {impl}: {(said or ['it gave no reason'])[-1].strip()[:200]}")
+            errors = [line for line in (*written.splitlines(), *done.stderr.splitlines()) if "ERROR" in line or "Error" in line]
+            raise ValueError(f"counters: ncu read no kernel of {impl}: {(errors or ['it gave no reason'])[-1].strip()[:200]}")
     return rows
 
 
@@ -82,11 +82,11 @@ def row_of(values: dict[str, str]) -> dict:
 
     units = {name: number(metric) for name, metric in UNITS.items()}
     stalls = {s: number(STALL.format(s)) for s in STALLS}
-    told = sorted(((n, s) for s, n in stalls.items() if n), reverse=True)
+    largest = sorted(((n, s) for s, n in stalls.items() if n), reverse=True)
     return {
         "kernel": values.get("Kernel Name", "?"), **{name: number(*given) for name, given in SIZES.items()}, **units,
         "busiest": max((n, u) for u, n in units.items() if n is not None)[1] if any(units.values()) else None,
-        "stalls": {s: n for n, s in told[:3]},
+        "stalls": {s: n for n, s in largest[:3]},
     }
 
 

@@ -64,7 +64,7 @@ def prove_all(
     try:
         for thread in threads:
             while thread.is_alive():
-                thread.join(0.2)  # short, so that Ctrl-C is heard
+                thread.join(0.2)  # short, so that Ctrl-C is handled
         if proving.later:
             proving.work(proving.later, False)
     except KeyboardInterrupt:

@@ -179,7 +179,7 @@ class Work:
     def verify_rest(self) -> None:
         for thread in self.threads:
             while thread.is_alive():
-                thread.join(0.2)  # short, so that Ctrl-C is heard
+                thread.join(0.2)  # short, so that Ctrl-C is handled
         self._verify_some(collections.deque(self.todo), False)  # what failed beside others, maybe for memory, gets a turn alone
 
     def _verify_some(self, queue: collections.deque, shared: bool) -> None:
@@ -241,7 +241,7 @@ class Work:
 
 
 def _verdict(candidate: dict) -> dict:
-    """What verification said of a candidate, less what timing added."""
+    """The verdict of verification on a candidate, less what timing added."""
     return {k: v for k, v in candidate.items() if k in ("ok", "share", "why", "rule", "source", "interpreted", "proved")}
 
 
@@ -259,11 +259,11 @@ def _choose(entry: dict, op: Op, names: list[str], timed: Callable[[list[str]], 
     found = entry["candidates"]
     entry["candidates"] = found = {n: found[n] for n in names} | found
     able = [n for n in names if found[n]["ok"] and "interpreted" not in found[n]]
-    said = f"eager said: {found['eager']['why']}"
+    eager_error = f"eager: {found['eager']['why']}"
     if not able and all("refused" not in c["why"] for c in found.values() if not c["ok"]):
-        raise ValueError(f"{op.name}: no candidate could run; {said}")
+        raise ValueError(f"{op.name}: no candidate could run; {eager_error}")
     if not able:
-        entry |= {"chosen": op.stock, "untimed": True, "why": f"nothing to time: no candidate was verified; {said}"}
+        entry |= {"chosen": op.stock, "untimed": True, "why": f"nothing to time: no candidate was verified; {eager_error}"}
         return
     answer = timed(able)
     if "error" in answer:  # together they fail: find who, each alone
@@ -315,7 +315,7 @@ def save_plans(lock: Lock, target: str, result: dict) -> None:
 
 
 def save_decoder(lock: Lock, key: str, verdict: dict) -> None:
-    """What verification said of a way to decode: {"ok": bool, "why": str, ...}."""
+    """The verdict of verification on a way to decode: {"ok": bool, "why": str, ...}."""
     lock.decoders[key] = verdict
     lock.save()
 
@@ -338,7 +338,7 @@ def _broadcast(tables: dict[str, tuple[dict, dict]] | None) -> dict[str, Choices
 
 
 def reduced_note() -> str:
-    """What was and was not done with Triton kernels here, said plainly."""
+    """What was and was not done with Triton kernels here, in one line."""
     if torch.cuda.is_available():
         return "Triton kernels were verified and timed on this GPU."
     if machine.has("triton"):

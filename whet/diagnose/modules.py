@@ -27,7 +27,7 @@ def tensors_in(value) -> Iterator[torch.Tensor]:
 
 
 class Modules:
-    """While it is on, `path` and `phase` say what is at work; `entering(phase, path)` is told, and what it returns is closed.
+    """While it is on, `path` and `phase` say what is at work; `entering(phase, path)` is called, and what it returns is closed.
 
     Paths are those of named_modules(); the model itself is "". A node of the autograd graph belongs to the innermost module
     in whose forward it was made.
@@ -141,7 +141,7 @@ class Modules:
 
 
 def watched_step(target, modules: Modules) -> torch.Tensor | None:
-    """target.step() with its phases told to `modules`: what the forward does outside any module belongs to the model itself."""
+    """target.step() with its phases pushed onto `modules`; what the forward does outside any module is the model's own."""
     def phase(name: str):
         return nullcontext() if name == "forward" else modules.during(name, name if name == "optimizer" else "")
 

@@ -1,7 +1,7 @@
 """What is compiled before anything is timed: in processes side by side, which fill the compilers' caches for this one.
 
 Four kinds of weights at three batches are some hundred kernels, and a compiled rival is most of a minute of one core. Weights
-are random: code depends on sizes alone. Whatever fails here fails again where it is measured, and is told there.
+are random: code depends on sizes alone. Whatever fails here fails again where it is measured, and is reported there.
 """
 
 import json
@@ -83,8 +83,8 @@ def child(model: Qwen3, job: Job) -> str:
         )
     except subprocess.TimeoutExpired:
         return f"took longer than {LIMIT_S:.0f} s"
-    said = done.stderr.strip().splitlines() or [f"exit code {done.returncode}"]
-    return said[-1][:300] if done.returncode else ""
+    errors = done.stderr.strip().splitlines() or [f"exit code {done.returncode}"]
+    return errors[-1][:300] if done.returncode else ""
 
 
 def main() -> None:
@@ -92,7 +92,7 @@ def main() -> None:
     config = Qwen3Config(**given["config"] | {"eos": tuple(given["config"]["eos"])})
     job = Job(**given["job"] | {"contexts": tuple(given["job"]["contexts"])})
     model = random_weights(config, device=given["device"], dtype=getattr(torch, given["dtype"])).requires_grad_(False)
-    with full_float32():  # as the bench has set it when it compiles: Inductor's cache tells the one setting from the other
+    with full_float32():  # as the bench has set it when it compiles: Inductor's cache keeps the two settings apart
         pass
     with rivals.quiet():
         do(job, model)
