@@ -8,7 +8,8 @@ import torch
 import whet.ops
 from whet import choices as choices_module
 from whet.choices import Choices, public, use
-from whet.op import SIMPLICITY, Call, Impl, base, discover, ours
+from whet.op import Call, Impl, Rank, base, discover
+from whet.report import bench_tables, readme
 
 OP = discover()["rms_norm"]
 TILES = ("2x2", "4x4")
@@ -105,7 +106,7 @@ def test_a_length_that_varies_under_compile_keeps_its_tile(planted):
 
 def test_choices_take_a_tile_as_the_default(planted):
     assert Choices(default="torch@4x4").rms_norm(X, W, 0.0)[0, 0] == 4
-    with pytest.raises(ValueError, match="default must be None or one of"):
+    with pytest.raises(ValueError, match="default must be None or an impl of some op, one of"):
         Choices(default="cuda@4x4")
 
 
@@ -170,7 +171,25 @@ def test_an_impl_that_is_no_name_names_the_choices(impl):
         whet.ops.rms_norm(X, W, impl=impl)
 
 
-def test_every_kernel_of_whets_own_is_known_by_its_name():
-    names = ["triton", "triton_fused_bwd", "triton_cudnn_bwd", "triton_fp8"]
-    assert [n for n in SIMPLICITY if ours(n)] == names and ours("triton@64x64w4s2")
-    assert all(ours(name) for op in discover().values() for name, i in op.impls.items() if i.needs in ("triton", "cudnn"))
+def test_whets_own_kernels_are_those_that_say_so_or_need_triton():
+    op = discover()["attention"]
+    assert [n for n in op.impls if op.ours(n)] == ["triton", "triton_fused_bwd", "triton_cudnn_bwd", "triton_fp8"]
+    assert op.ours("triton@64x64w4s2") and not op.ours("torch") and not op.ours("gone")
+
+
+def test_an_op_file_brings_impls_of_new_names_without_a_list_to_edit(monkeypatch):
+    op = replace(OP, impls=OP.impls | {
+        "quack": Impl(tiled, needs="quack"), "cuda": Impl(tiled, ours=True, rank=Rank.KERNEL, words="whet's own in CUDA C++"),
+        "handwritten": Impl(tiled),
+    })
+    assert list(op.impls) == ["eager", "torch", "handwritten", "compile", "triton", "cuda", "liger", "quack"], "as ties go"
+    assert op.ours("cuda") and not op.ours("quack") and "needs the package quack" in op.unavailable("quack")
+    page = readme.op_section(op)
+    assert "| cuda | whet's own in CUDA C++ |" in page and "| quack | the kernel of the package `quack` |" in page
+    monkeypatch.setitem(discover(), "rms_norm", op)
+    assert Choices(default="cuda").rms_norm(X, W, 0.0)[0, 0] == 1 and public(op)(X, W, 0.0, impl="cuda")[0, 0] == 1
+    entry = {"call": vars(call()), "candidates": {n: dict(ok=True, ms=1.0) for n in ("quack", "cuda", "eager")}}
+    assert bench_tables.split([entry]) == [(["eager", "quack", "cuda"], [entry])], "whet's own last"
+    for name in ("auto", "cuda@2"):
+        with pytest.raises(ValueError, match="rms_norm: an impl's name must be an identifier other than 'auto', got"):
+            replace(OP, impls={name: Impl(tiled)})

@@ -7,7 +7,7 @@ from typing import cast
 
 import torch
 
-from whet.op import SIMPLICITY, Call, Impl, Op, autocast_of, base, discover, error
+from whet.op import Call, Impl, Op, autocast_of, base, discover, error
 
 
 class Choices:
@@ -21,8 +21,9 @@ class Choices:
     def __init__(
         self, table: Mapping[str, str] | None = None, default: str | None = None, evidence: Mapping[str, dict] | None = None
     ):
-        if default is not None and base(default) not in SIMPLICITY:
-            raise ValueError(f"Choices: default must be None or one of {list(SIMPLICITY)}, got {default!r}")
+        known = dict.fromkeys(name for op in discover().values() for name in op.impls)
+        if default is not None and base(default) not in known:
+            raise ValueError(f"Choices: default must be None or an impl of some op, one of {list(known)}, got {default!r}")
         self.table = dict(table or {})
         self.default = default
         self.evidence = dict(evidence or {})

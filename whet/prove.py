@@ -20,7 +20,7 @@ import torch
 from whet import machine
 from whet.figures import error_line
 from whet.judge import Verdict, usual_errors
-from whet.op import DTYPES, Call, Op, base, lay, tensors
+from whet.op import DTYPES, Call, Op, Rank, base, lay, tensors
 from whet.values import EXACT, OVERFLOWING, POISONED, UNDEFINED, Option
 from whet.verify import Evidence, Use, Violation, evaluate, evidence, leaf_copies, unchanged, verify
 from whet.whole import verify_whole
@@ -81,7 +81,7 @@ class Proof:
         self.op, self.name, self.call, self.device = op, name, call, device
         self.impl = op.candidate(name)
         self.tile = "@" in name
-        self.compiled = base(name) in ("compile", "flex")  # each new size or dtype is compiled anew: fewer of them,
+        self.compiled = self.impl.rank == Rank.COMPILED  # each new size or dtype is compiled anew: fewer of them,
         self.once = self.compiled and device == "cpu"  # and none where a C++ compiler takes a quarter of a minute for each
         self.case = tuple(provable(op, dict(call.case), call.dtype).items())
         self.small = tuple(smaller(op, dict(self.case), call.dtype).items())

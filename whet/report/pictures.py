@@ -11,9 +11,8 @@ import sys
 from pathlib import Path
 from xml.sax.saxutils import escape
 
-from whet.op import ours
 from whet.report import bench_tables, run_tables
-from whet.report.markdown import keep, page, read, short
+from whet.report.markdown import keep, ours, page, read, short
 
 OFTEN = "for how many shapes whet's own kernel was chosen"
 WIDTH, ROW, TOP, LEFT, RIGHT = 880, 26, 62, 312, 140  # px: the picture, a row, above the first, beside the bars
@@ -63,7 +62,7 @@ def ops(root: Path) -> str | None:
         ratios: dict[str, list[tuple[float, bool]]] = {}
         for e in entries:
             if e["mode"] == "graph" and e["call"]["grad"] and (r := bench_tables.ratio(e)):
-                ratios.setdefault(e["call"]["op"], []).append((r, ours(e["chosen"])))
+                ratios.setdefault(e["call"]["op"], []).append((r, ours(e, e["chosen"])))
         if ratios:
             return drawn_ops(heading, used, ratios)
     return None

@@ -243,11 +243,13 @@ IMPLS = {
     ),
     "triton_fused_bwd": Impl(
         runner(ONE_PASS, "triton_fused_bwd", fused_refuses), fused_refuses, needs="triton",
+        words="whet's own kernel, its backward in one pass",
         limits=("precision='fp8'", *LIMITS, "more than 4 GiB of partial sums of dq"),
         spills="five products share one program's registers: at head sizes over 64, and in float32",
     ),
     "triton_cudnn_bwd": Impl(
         runner(CUDNNS, "triton_cudnn_bwd", hybrid_refuses), hybrid_refuses, needs="cudnn", capability=(8, 0),
+        words="whet's own kernel forward, cuDNN's backward",
         limits=(
             "precision='fp8'", "dtypes other than fp16, bf16", f"head sizes over {hybrid.MAX_D} or no multiple of 8",
             "empty inputs", "a single query", "a window, or bottom-right where the lengths differ", *LIMITS[1:],
@@ -255,7 +257,7 @@ IMPLS = {
     ),
     "triton_fp8": Impl(
         runner(IN_FP8, "triton_fp8", fp8_refuses), fp8_refuses, needs="triton", capability=(8, 9),
-        implies=dict(precision="fp8"), tiles=fp8_tiles,
+        implies=dict(precision="fp8"), tiles=fp8_tiles, words="whet's own kernel in FP8",
         limits=("any precision but 'fp8'", "dtypes other than bf16", *LIMITS[1:]),
     ),
 }
