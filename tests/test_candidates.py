@@ -1,15 +1,19 @@
 """Candidates: an impl that implies an argument, tile variants of an impl, and what "auto" does where even eager refuses."""
 
+import sys
 from dataclasses import replace
 
 import pytest
 import torch
+from conftest import every_op, exact, first_case, has_triton
 
 import whet.ops
 from whet import choices as choices_module
 from whet.choices import Choices, public, use
-from whet.op import Call, Impl, Rank, base, discover
+from whet.op import DTYPES, Call, Impl, Rank, base, discover
+from whet.prove import Proof, TrialInputs
 from whet.report import bench_tables, readme
+from whet.verify import verify_case
 
 OP = discover()["rms_norm"]
 TILES = ("2x2", "4x4")
@@ -193,3 +197,38 @@ def test_an_op_file_brings_impls_of_new_names_without_a_list_to_edit(monkeypatch
     for name in ("auto", "cuda@2"):
         with pytest.raises(ValueError, match="rms_norm: an impl's name must be an identifier other than 'auto', got"):
             replace(OP, impls={name: Impl(tiled)})
+
+
+@pytest.mark.parametrize("op", every_op(has_triton))
+def test_what_a_kernel_refuses_is_asked_once_for_a_call(op, device, monkeypatch):
+    impl, asked = op.impls["triton"], []
+
+    def counted(*args, **options):
+        asked.append(op.name)
+        return impl.refuses(*args, **options)
+
+    def count(run) -> int:
+        asked.clear()
+        run()
+        return len(asked)
+
+    monkeypatch.setitem(op.impls, "triton", replace(impl, refuses=counted))
+    monkeypatch.setattr(sys.modules[impl.run.__module__], "refuses", counted)
+    case, dtype = first_case(op), exact(op, "triton")
+    args = op.inputs(dtype=DTYPES[dtype], device=device, **case)
+    asking, named = Choices(default="triton"), public(op)
+    times = [count(lambda: named(**args, impl="triton")), *(count(lambda: getattr(asking, op.name)(**args)) for _ in range(2))]
+    assert times == [1, 1, 0], "named; auto; auto again"
+    assert count(lambda: verify_case(op, "triton", case, dtype, device, grad=False)) == 1
+    proof = Proof(op, "triton", Call(op.name, case, dtype, False), device)
+    assert count(lambda: proof.verify(TrialInputs(proof.small, dtype))) == 1
+
+
+def test_where_choices_give_way_no_impl_is_asked_twice(monkeypatch):
+    asked = []
+    for name in OP.impls:
+        refuses = lambda x, w, eps, name=name: asked.append(name) or "no"  # noqa: E731
+        monkeypatch.setitem(OP.impls, name, Impl(tiled, refuses, tiles=few_rows))
+    with pytest.raises(ValueError, match="no impl takes these arguments"):
+        Choices({call().key: "torch@2x2"}).rms_norm(X, W)
+    assert sorted(asked) == sorted(OP.impls)

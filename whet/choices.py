@@ -84,12 +84,18 @@ def chosen(op: Op, choices: Choices) -> Callable:
         if reason := op.unfit(bound):
             raise error(op.name, "auto", reason)
         picked = choices.pick(op, op.call(bound))
+        why: dict[str, str] = {}
         # A choice tuned for another layout or device, or a tile of another version, gives way; it never fails.
-        for name in (picked, base(picked), op.stock, "eager", *op.impls):
-            if absent[base(name)] is None and op.misfits(name, bound) is None:
-                return op.run(name) if bound is given or all(bound[k] is v for k, v in given.items()) else plainly(op, name)
-        reasons = (f"{name}: {absent[name] or op.misfits(name, bound)}" for name in op.impls)
-        raise error(op.name, "auto", f"no impl takes these arguments ({'; '.join(reasons)})")
+        for name in (base(picked), op.stock, "eager", *op.impls):
+            if name in why:
+                continue
+            if reason := absent[name] or op.refused(name, bound):
+                why[name] = reason
+                continue
+            name = picked if name == base(picked) and not op.unknown_tile(picked, bound) else name
+            return op.run(name) if bound is given or all(bound[k] is v for k, v in given.items()) else plainly(op, name)
+        reasons = "; ".join(f"{name}: {why[name]}" for name in op.impls)
+        raise error(op.name, "auto", f"no impl takes these arguments ({reasons})")
 
     def refused(*args) -> ValueError | None:
         try:

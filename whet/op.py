@@ -238,10 +238,12 @@ class Op:
         return None
 
     def misfits(self, name: str, args: dict) -> str | None:
-        """None, or why this impl cannot serve these arguments, wherever it runs. Plain enough for torch.compile to trace."""
-        impl, tile = self.impls[base(name)], name.partition("@")[2]
-        if reason := self.unfit(args):
-            return reason
+        """None, or why this candidate cannot serve these arguments, wherever it runs. torch.compile traces it."""
+        return self.unfit(args) or self.refused(base(name), args) or self.unknown_tile(name, args)
+
+    def refused(self, name: str, args: dict) -> str | None:
+        """None, or why this impl cannot serve arguments that fit the op: the one place where a call asks `refuses`."""
+        impl = self.impls[name]
         for t in tensors(args) if impl.needs != "torch" else ():
             if reason := memoryless(t):
                 return reason
@@ -252,9 +254,13 @@ class Op:
         for k in self.mutates:
             if args[k].requires_grad and torch.is_grad_enabled():
                 return f"{k} is changed in place and must not ask for a gradient; detach it, or call under torch.no_grad()"
+        return None
+
+    def unknown_tile(self, name: str, args: dict) -> str | None:
+        """None, or that a candidate's tile is none of those that its impl has for these arguments."""
         if "@" not in name:
             return None
-        call = self.call(args)
+        tile, call = name.partition("@")[2], self.call(args)
         known = tiles_of(self.name, base(name), call.dtype, ", ".join([f"{k!r}: {v!r}" for k, v in call.case.items()]))
         if tile in known:
             return None
