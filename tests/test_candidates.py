@@ -2,6 +2,7 @@
 
 import sys
 from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -9,7 +10,7 @@ from conftest import every_op, exact, first_case, has_triton
 
 import whet.ops
 from whet import choices as choices_module
-from whet.choices import Choices, public, use
+from whet.choices import Choices, Recorder, public, use
 from whet.op import DTYPES, Call, Impl, Rank, base, discover
 from whet.prove import Proof, TrialInputs
 from whet.report import bench_tables, readme
@@ -106,6 +107,15 @@ def test_a_length_that_varies_under_compile_keeps_its_tile(planted):
         for rows in (4, 5, 6, 16):
             auto, named = run(torch.randn(rows, 16), W)
             assert (auto[0, 0], named[0, 0]) == (4 if rows <= 8 else 1, 2)
+
+
+def test_a_compiled_model_given_other_choices_is_traced_anew_and_a_recorder_counts_what_is_traced(planted):
+    model, recorder = SimpleNamespace(), Recorder(default="torch")
+    run = compiled(lambda x, w: model.ops.rms_norm(x, w, 0.0))
+    made = {1: recorder, 2: Choices(default="torch@2x2"), 4: Choices({call().key: "torch@4x4"})}
+    for value, model.ops in (made | made).items():
+        assert run(X, W)[0, 0] == value
+    assert recorder.calls == {call().key: (call(), 1)}
 
 
 def test_choices_take_a_tile_as_the_default(planted):

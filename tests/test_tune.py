@@ -14,6 +14,7 @@ from conftest import without
 
 from whet.choices import Choices, Recorder, use
 from whet.lock import FORMAT, Lock
+from whet.measure import dispatch_us
 from whet.op import Call, discover
 from whet.tune import tune
 
@@ -97,6 +98,11 @@ def test_auto_asks_the_choices_in_use():
     with use(Watching()):
         whet.ops.rms_norm(x, w)
     assert seen == ["rms_norm M=4 N=16 layout=contiguous float32 fwd"]
+
+
+def test_a_look_up_is_timed_as_it_is_and_as_a_plain_loop():
+    found = dispatch_us(calls=20, turns=5)
+    assert list(found) == ["dispatch_us", "dispatch_plain_us"] and all(0 < us < 1000 for us in found.values())
 
 
 def test_dispatch_adds_little_to_the_call_itself():

@@ -1,7 +1,9 @@
 """Which candidate serves which call. Models are handed a Choices and ask it for every op: `ops.rms_norm(x, w, eps)`."""
 
+import ast
 import contextlib
 import inspect
+import itertools
 from collections.abc import Callable, Iterator, Mapping
 from typing import cast
 
@@ -69,21 +71,33 @@ def evidence_of(entries: Mapping[str, dict], mode: str, table: Mapping[str, str]
     return {k: {f: e[f] for f in facts if f in e} for k, e in found.items() if e.get("chosen") == table[k]}
 
 
-def chosen(op: Op, choices: Choices) -> Callable:
-    """One op through one Choices, as a function written out for the op's own arguments.
+_made = itertools.count()
+
+
+def chosen(op: Op, choices: Choices | None) -> Callable:
+    """One op through one Choices, or through those that are current, as a function written out for the op's own arguments.
 
     The first call of a shape looks the impl up and checks the arguments; later ones cost one dictionary look-up. The
-    key is spelled out per argument rather than looped over, which halves a call.
+    key is spelled out per argument rather than looped over: a record of `whet bench` has what a call of rms_norm costs so,
+    `dispatch_us`, and looped over, `dispatch_plain_us`; an op of more arguments saves more.
     """
     parameters = op.signature.parameters
     absent = {name: op.unavailable(name) for name in op.impls}
+    mark = str(next(_made))  # a guard of torch.compile's: other Choices, another graph
+
+    def pick(mark: str, case: str, dtype: str, grad: bool) -> str:
+        return (current() if choices is None else choices).pick(op, Call(op.name, ast.literal_eval(case), dtype, grad))
+
+    # As torch.compiler.assume_constant_result marks it, less its import of dynamo: asked while tracing, baked into the graph.
+    pick._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
     def resolve(*args):
         given = dict(zip(parameters, args))
         bound = given if torch.compiler.is_compiling() else op.plain(given)
         if reason := op.unfit(bound):
             raise error(op.name, "auto", reason)
-        picked = choices.pick(op, op.call(bound))
+        call = op.call(bound)
+        picked = pick(mark, call.text, call.dtype, call.grad)
         why: dict[str, str] = {}
         # A choice tuned for another layout or device, or a tile of another version, gives way; it never fails.
         for name in (base(picked), op.stock, "eager", *op.impls):
@@ -105,8 +119,9 @@ def chosen(op: Op, choices: Choices) -> Callable:
         return None
 
     scope = dict(
-        defaults={n: p.default for n, p in parameters.items()}, Tensor=torch.Tensor, fast=choices._memory(),
-        grad_enabled=torch.is_grad_enabled, dynamo_compiling=torch.compiler.is_dynamo_compiling, compiler=torch.compiler,
+        defaults={n: p.default for n, p in parameters.items()}, Tensor=torch.Tensor,
+        fast={} if choices is None else choices._memory(), grad_enabled=torch.is_grad_enabled,
+        dynamo_compiling=torch.compiler.is_dynamo_compiling, compiler=torch.compiler,
         resolve=resolve, refused=refused, any_autocast=torch._C._is_any_autocast_enabled, autocast_of=autocast_of,
     )
     exec(_written_out(op), scope)
@@ -198,21 +213,6 @@ def current() -> Choices:
     return _active[-1]
 
 
-def _tuned(key: str, bucket: str) -> str:
-    return current().table.get(key) or current().table.get(bucket) or current().default or ""
-
-
-_tuned._dynamo_marked_constant = True  # type: ignore[attr-defined]  # torch.compiler.assume_constant_result, less its import of dynamo
-
-
-class Traced(Choices):
-    """current(), as torch.compile can trace it: asked once per call while tracing, the answer is baked into the graph."""
-
-    def pick(self, op: Op, call: Call) -> str:
-        found = _tuned(call.key, call.bucketed(op).key)
-        return found if base(found) in op.impls else op.stock
-
-
 @contextlib.contextmanager
 def use(choices: Choices) -> Iterator[Choices]:
     """Within the block, impl="auto" asks these choices."""
@@ -233,7 +233,7 @@ def implied(impl: Impl) -> str:
 def public(op: Op):
     """The documented function of an op: the reference's arguments, plus impl."""
 
-    traced = chosen(op, Traced.__new__(Traced))
+    traced = chosen(op, None)
     absent = {name: op.unavailable(name) for name in op.impls}
     names = tuple(op.signature.parameters)
     defaults = {n: p.default for n, p in op.signature.parameters.items() if not required(p)}

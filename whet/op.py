@@ -99,6 +99,11 @@ class Call:
         sizes = " ".join(f"{k}={v}" for k, v in self.case.items())
         return f"{self.op} {sizes} {self.dtype} {'fwd+bwd' if self.grad else 'fwd'}"
 
+    @property
+    def text(self) -> str:
+        """The case as a Python literal: text is a constant to torch.compile."""
+        return f"{{{', '.join([f'{k!r}: {v!r}' for k, v in self.case.items()])}}}"
+
     def bucketed(self, op: "Op") -> "Call":
         """Dynamic sizes rounded up to a power of two, so that a new length meets a result already measured."""
         def rounded(k, v):
@@ -261,7 +266,7 @@ class Op:
         if "@" not in name:
             return None
         tile, call = name.partition("@")[2], self.call(args)
-        known = tiles_of(self.name, base(name), call.dtype, ", ".join([f"{k!r}: {v!r}" for k, v in call.case.items()]))
+        known = tiles_of(self.name, base(name), call.dtype, call.text)
         if tile in known:
             return None
         return f"the tile must be one of {list(known)} for these arguments, got {tile!r}" if known else (
@@ -393,8 +398,8 @@ def discover() -> dict[str, Op]:
 
 
 def tiles_of(op: str, impl: str, dtype: str, case: str) -> tuple[str, ...]:
-    """An impl's tiles for a case, written out: text is a constant to torch.compile, which then need not trace `tiles`."""
-    found, sizes = discover()[op], ast.literal_eval(f"{{{case}}}")
+    """An impl's tiles for a case, written out, so that torch.compile need not trace `tiles`."""
+    found, sizes = discover()[op], ast.literal_eval(case)
     return found.impls[impl].tiles(**found.inputs(dtype=DTYPES[dtype], device="meta", **sizes))
 
 
