@@ -158,7 +158,7 @@ def test_nothing_is_chosen_where_no_candidate_can_run(monkeypatch):
 
 
 def test_wrong_choices_are_refused_in_words():
-    with pytest.raises(ValueError, match="default must be None or one of"):
+    with pytest.raises(ValueError, match="default must be None or an impl of some op, one of"):
         Choices(default="cuda")
     with pytest.raises(ValueError, match="choices must be a Choices"), use("eager"):
         pass
