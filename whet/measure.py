@@ -8,6 +8,7 @@ CPU     wall clock around the call; says nothing about a GPU
 import contextlib
 import functools
 import gc
+import operator
 import os
 import random
 import statistics
@@ -281,23 +282,44 @@ def _measure_ceilings() -> Ceilings:
     return Ceilings(round(copy_gbs, 1), tflops, busy.describe(watch, [max(spreads)]))
 
 
-def dispatch_us(calls: int = 200, turns: int = 25) -> float:
-    """Host time per call that asking Choices adds to calling an impl directly: the best of many turns of each."""
-    op, choices = discover()["rms_norm"], Choices(default="torch")
-    x, w = torch.randn(8, 64, device=machine.this_machine().device), torch.ones(64, device=machine.this_machine().device)
+def dispatch_us(calls: int = 200, turns: int = 25) -> dict[str, float]:
+    """Host time per call that asking Choices adds to calling an impl directly: the best of many turns of each.
 
-    def best(run: Callable) -> float:
-        if x.is_cuda:
+    dispatch_us        through the function that Choices writes out for the op's arguments
+    dispatch_plain_us  through a plain loop over the arguments: what the writing out saves is the difference
+    """
+    op, choices, device = discover()["rms_norm"], Choices(default="torch"), machine.this_machine().device
+    direct, args = op.impls["torch"].run, (torch.randn(8, 64, device=device), torch.ones(64, device=device), 1e-6)
+
+    def once(run: Callable) -> float:
+        if device == "cuda":
             torch.cuda.synchronize()  # an empty launch queue, so that no call waits for room in it
         before = time.perf_counter()
         for _ in range(calls):
-            run(x, w, 1e-6)
+            run(*args)
         return time.perf_counter() - before
 
     with torch.no_grad():
-        choices.rms_norm(x, w, 1e-6)
-        pairs = [(best(choices.rms_norm), best(op.impls["torch"].run)) for _ in range(turns)]
-    return round((min(t for t, _ in pairs) - min(d for _, d in pairs)) / calls * 1e6, 3)
+        ways = (choices.rms_norm, looped(direct), direct)
+        choices.rms_norm(*args)
+        written, plain, least = (min(times) for times in zip(*[[once(run) for run in ways] for _ in range(turns)]))
+    added = {"dispatch_us": written, "dispatch_plain_us": plain}
+    return {name: round((seconds - least) / calls * 1e6, 3) for name, seconds in added.items()}
+
+
+def looped(run: Callable) -> Callable:
+    """The look-up of choices.chosen as a loop over the arguments, less its defaults, options and errors."""
+    fast: dict = {}
+    facts = operator.attrgetter("__class__", "device", "shape", "dtype", "requires_grad")
+
+    def function(*args):
+        if torch.compiler.is_dynamo_compiling() or torch.compiler._is_compiling_flag:
+            return run(*args)
+        of = [(facts(a), a.stride()) if isinstance(a, torch.Tensor) else (a.__class__, a) for a in args]
+        key = (torch.is_grad_enabled(), torch._C._is_any_autocast_enabled(), *of)
+        return fast.setdefault(key, run)(*args)
+
+    return function
 
 
 class Stopwatch:

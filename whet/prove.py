@@ -20,7 +20,7 @@ import torch
 from whet import machine
 from whet.figures import error_line
 from whet.judge import Verdict, usual_errors
-from whet.op import DTYPES, Call, Op, base, lay, tensors
+from whet.op import DTYPES, Call, Op, Rank, base, lay, tensors
 from whet.values import EXACT, OVERFLOWING, POISONED, UNDEFINED, Option
 from whet.verify import Evidence, Use, Violation, evaluate, evidence, leaf_copies, unchanged, verify
 from whet.whole import verify_whole
@@ -81,24 +81,26 @@ class Proof:
         self.op, self.name, self.call, self.device = op, name, call, device
         self.impl = op.candidate(name)
         self.tile = "@" in name
-        self.compiled = base(name) in ("compile", "flex")  # each new size or dtype is compiled anew: fewer of them,
+        self.compiled = self.impl.rank == Rank.COMPILED  # each new size or dtype is compiled anew: fewer of them,
         self.once = self.compiled and device == "cpu"  # and none where a C++ compiler takes a quarter of a minute for each
         self.case = tuple(provable(op, dict(call.case), call.dtype).items())
         self.small = tuple(smaller(op, dict(self.case), call.dtype).items())
         if any(key[0] != call.key for key in _kept):
             _kept.clear()
 
-    def args(self, made: TrialInputs) -> dict | None:
-        """The arguments of a trial, or None where the family changes nothing or the candidate refuses them."""
+    def inputs(self, made: TrialInputs) -> dict | None:
+        """The arguments of a trial, or None where the family changes nothing."""
         torch.manual_seed(made.seed)
         args = self.op.inputs(dtype=DTYPES[made.dtype], device=self.device, **dict(made.case))
         if made.family:
             torch.manual_seed(made.seed + 1)
-            changed = self.op.hostile[made.family](args)
-            if changed is None:
-                return None
-            args = changed
-        return None if self.op.misfits(base(self.name), args) else args
+            return self.op.hostile[made.family](args)
+        return args
+
+    def args(self, made: TrialInputs) -> dict | None:
+        """The arguments of a trial, or None where there are none or the candidate refuses them."""
+        args = self.inputs(made)
+        return None if args is None or self.op.misfits(base(self.name), args) else args
 
     def evidence(self, made: TrialInputs, args: dict, use: Use) -> Evidence:
         key = (self.call.key, made, use)
@@ -118,7 +120,7 @@ class Proof:
         few = [name for name, t in baseline.oracle.items() if t is not None and t.numel() < MANY]
         drawn = [baseline]
         for seed in range(1, DRAWS):
-            if (args := self.args(replace(made, seed=100 * seed))) is not None:
+            if (args := self.inputs(replace(made, seed=100 * seed))) is not None:
                 drawn.append(evidence(self.op, args, use))
         return usual_errors([(e.eager, {name: e.oracle[name] for name in few}) for e in drawn])
 
@@ -128,15 +130,13 @@ class Proof:
         use    how the call is used; like: another use whose evidence serves, since only layouts or what is asked for differ
         sliced an argument that is given as a slice of a wider one, unlike the others
         """
-        args = self.args(made)
-        if args is None:
+        plain, use = self.inputs(made), use or Use(self.call.grad)
+        if plain is None:
             return None
-        use = use or Use(self.call.grad)
-        baseline = self.evidence(made, args, like or use)
-        if sliced:
-            args = args | {sliced: lay(args[sliced], "sliced")}
+        args = plain | {sliced: lay(plain[sliced], "sliced")} if sliced else plain
         if self.op.misfits(base(self.name), leaf_copies(self.op, args, use.grad, use.wanted)[0]):
             return None
+        baseline = self.evidence(made, plain, like or use)
         step = COARSE_TWIN if self.impl.known_inaccurate and made.dtype == "float32" and self.device == "cuda" else None
         average = not made.family and all(owns_its_elements(t) for t in tensors(args))
         leaks = made.family.split()[-1] if made.family in POISONED else "undefined" if made.family == UNDEFINED else ""

@@ -21,6 +21,7 @@ from typing import Any
 
 import torch
 
+from whet.choices import public
 from whet.decode import hostile
 from whet.decode.decoded import decode_verdict
 from whet.decode.hostile import FAMILIES, caches, few_layers, model_of_family
@@ -231,7 +232,7 @@ def head_verdict(c: Qwen3Config, quant: str | None, part: ProofPart, device: str
     x = pointing(model, places, family)
     wanted, eager = (logits_of(model, x, dtype) for dtype in (torch.float64, x.dtype))
     with pdl():
-        run = discover()["norm_argmax"].impls["triton"].run
+        run = functools.partial(public(discover()["norm_argmax"]), impl="triton")
         pieces = [run(piece, model.norm, w.data, w.scale, c.eps) for piece in x.split(part.rows)]
         x[-1] = float("nan")
         broken = run(x[-part.rows :], model.norm, w.data, w.scale, c.eps)[1]

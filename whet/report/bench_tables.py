@@ -1,14 +1,15 @@
 """The tables of `whet bench` records: every call and mode in full, and a summary by op."""
 
 import statistics
+from collections.abc import Iterable
 from pathlib import Path
 
 from whet.figures import ms
-from whet.op import SIMPLICITY, Call, base, ours
-from whet.report.markdown import MODES, Records, absent, bullets, by_machine, grid, merged, order, read, shape, source, times
+from whet.op import Call, Impl, base, discover
+from whet.report import markdown
+from whet.report.markdown import MODES, Records, absent, by_machine, grid, merged, order, ours, read, shape, source, times
 from whet.report.tables import best, left_out, proved, roofline
 
-SHARED = ("eager", "torch", "compile", "liger", "triton")  # the columns of the common table; an op with others has its own
 MEMORY = ("linear_cross_entropy",)  # ops whose point is memory as much as time
 
 
@@ -33,23 +34,38 @@ def ratio(e: dict) -> float | None:
     None for calls at another precision than their inputs': without whet nothing computes the same.
     """
     timed = {} if e["call"]["case"].get("precision") else times(e)
-    others, chosen = [t for n, t in timed.items() if not ours(n)], base(e.get("chosen", ""))
+    others, chosen = [t for n, t in timed.items() if not ours(e, n)], base(e.get("chosen", ""))
     return min(others) / timed[chosen] if others and chosen in timed else None
 
 
 def split(entries: list[dict]) -> list[tuple[list[str], list[dict]]]:
-    """(columns, entries) per table: one for all ops that have the shared impls, one for each op that has others."""
+    """(columns, entries) per table: one for all ops whose impls others have too, one for each op that has its own."""
+    shared = columns([name for name, among in having().items() if len(among) > 1])
     impls: dict[str, set[str]] = {}
     for e in entries:
         impls.setdefault(e["call"]["op"], set()).update(base(n) for n in e["candidates"])
     groups: dict[str, list[dict]] = {}
     for e in entries:
-        groups.setdefault("" if impls[e["call"]["op"]] <= set(SHARED) else e["call"]["op"], []).append(e)
+        groups.setdefault("" if impls[e["call"]["op"]] <= set(shared) else e["call"]["op"], []).append(e)
     found = []
     for alone, mine in groups.items():
-        names = {n for e in mine for n in times(e)} if alone else set(SHARED)
-        found.append((sorted(names, key=lambda n: (ours(n), SIMPLICITY.index(n))), mine))
+        found.append((columns({n for e in mine for n in times(e)}) if alone else shared, mine))
     return found
+
+
+def having() -> dict[str, list[Impl]]:
+    """{name: the impls of that name}, over all ops, simplest first."""
+    found: dict[str, list[Impl]] = {}
+    for op in discover().values():
+        for name, impl in op.impls.items():
+            found.setdefault(name, []).append(impl)
+    return dict(sorted(found.items(), key=lambda item: item[1][0].rank))
+
+
+def columns(names: Iterable[str]) -> list[str]:
+    """Impls in the order of a table's columns: the simplest first, whet's own last."""
+    known = having()
+    return sorted(names, key=lambda n: (known[n][0].ours, list(known).index(n)))
 
 
 def called(e: dict) -> str:
@@ -61,11 +77,11 @@ def bench(root: Path) -> str:
     parts = []
     for heading, used, entries in sections(read(root, "bench")):
         parts.append(f"{heading}; times in ms.")
-        for columns, mine in split(entries):
-            head = ("op", "shape", "mode", *columns, "chosen", "vs best other", "of roofline")
-            parts += [grid(head, [bench_row(e, columns) for e in mine], text=3), *memory(mine, columns)]
+        for names, mine in split(entries):
+            head = ("op", "shape", "mode", *names, "chosen", "vs best other", "of roofline")
+            parts += [grid(head, [bench_row(e, names) for e in mine], text=3), *memory(mine, names)]
         notes = [*(f"\\* {line}" for line in proved(entries, called)), *left_out(entries)]
-        parts += [*bullets(notes), source(used)]
+        parts += [*markdown.bullets(notes), source(used)]
     return "\n\n".join(parts) or absent("bench")
 
 
@@ -111,4 +127,4 @@ def summary_row(name: str, entries: list[dict]) -> list[str]:
     for mode in MODES:
         found = [r for e in entries if e["mode"] == mode and (r := ratio(e))]
         row.append(f"{statistics.geometric_mean(found):.2f}x ({min(found):.2f}x)" if found else "-")
-    return [*row, f"{sum(ours(e.get('chosen', '')) for e in entries)} of {len(entries)}"]
+    return [*row, f"{sum(ours(e, e.get('chosen', '')) for e in entries)} of {len(entries)}"]

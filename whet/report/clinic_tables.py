@@ -5,8 +5,7 @@ from pathlib import Path
 from whet.diagnose.checks import discover
 from whet.diagnose.whatif import LAUNCH_MS
 from whet.figures import ms
-from whet.op import ours
-from whet.report.markdown import Records, absent, by_machine, grid, merged, order, read, shape, source, times
+from whet.report.markdown import Records, absent, by_machine, grid, merged, order, ours, read, shape, source, times
 
 
 def checks(root: Path) -> str:
@@ -18,7 +17,7 @@ def checks(root: Path) -> str:
 def predicted(e: dict) -> tuple[float, float, float] | None:
     """(formula's ms, predicted gain, gain of whet's kernel) of a call that moves memory, forward and backward in a graph."""
     timed = times(e)
-    kernels = [t for name, t in timed.items() if ours(name)]
+    kernels = [t for name, t in timed.items() if ours(e, name)]
     if e["mode"] != "graph" or e["bound"] != "memory" or not e["call"]["grad"] or not kernels or "eager" not in timed:
         return None
     return timed["eager"], timed["eager"] - e["floor_ms"] - 2 * LAUNCH_MS, timed["eager"] - min(kernels)

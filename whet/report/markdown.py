@@ -93,6 +93,12 @@ def order(e: dict) -> tuple:
     return e["call"]["op"], names.index(name) if name in names else len(names), name, MODES.index(e["mode"])
 
 
+def ours(e: dict, name: str) -> bool:
+    """Whether a candidate of an entry is a kernel of whet's own."""
+    op = discover().get(e["call"]["op"])
+    return op is not None and op.ours(name)
+
+
 def times(e: dict) -> dict[str, float]:
     """{impl: ms}, of its tiles the best."""
     return {impl: ms for impl, name in best(e).items() if (ms := e["candidates"][name].get("ms"))}

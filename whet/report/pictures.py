@@ -11,9 +11,8 @@ import sys
 from pathlib import Path
 from xml.sax.saxutils import escape
 
-from whet.op import ours
 from whet.report import bench_tables, run_tables
-from whet.report.markdown import keep, read, short
+from whet.report.markdown import keep, ours, read, short
 from whet.report.tables import plan_label
 from whet.report.templates import fill
 
@@ -65,7 +64,7 @@ def ops(root: Path) -> str | None:
         ratios: dict[str, list[tuple[float, bool]]] = {}
         for e in entries:
             if e["mode"] == "graph" and e["call"]["grad"] and (r := bench_tables.ratio(e)):
-                ratios.setdefault(e["call"]["op"], []).append((r, ours(e["chosen"])))
+                ratios.setdefault(e["call"]["op"], []).append((r, ours(e, e["chosen"])))
         if ratios:
             return drawn_ops(heading, used, ratios)
     return None

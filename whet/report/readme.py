@@ -45,13 +45,6 @@ def fill(text: str, root: Path, name: str) -> str:
     return REGION.sub(lambda match: f"<!-- table:{match[1]} -->\n{TABLES[match[1]](root)}\n<!-- /table -->", text)
 
 
-IMPLS = {
-    "eager": "the reference as it stands", "compile": "torch.compile of the reference", "torch": "the best stock PyTorch call",
-    "sdpa_flash": "SDPA held to its FlashAttention backend", "sdpa_efficient": "SDPA held to its memory-efficient backend",
-    "sdpa_cudnn": "SDPA held to its cuDNN backend", "flex": "compiled FlexAttention", "liger": "Liger-Kernel's",
-    "triton": "whet's own kernel", "triton_fused_bwd": "whet's own kernel, its backward in one pass",
-    "triton_cudnn_bwd": "whet's own kernel forward, cuDNN's backward", "triton_fp8": "whet's own kernel in FP8",
-}
 NEEDS = {"torch": "-", "triton": "a GPU (or TRITON_INTERPRET=1)", "cudnn": "a GPU with cuDNN"}
 
 
@@ -62,7 +55,7 @@ def ops_page(ops: dict[str, Op]) -> str:
 
 def op_section(op: Op) -> str:
     rows = [
-        (name, IMPLS[name], NEEDS.get(impl.needs, f"`{impl.needs}` and a GPU"), "; ".join(impl.limits) or "-")
+        (name, impl.words, NEEDS.get(impl.needs, f"`{impl.needs}` and a GPU"), "; ".join(impl.limits) or "-")
         for name, impl in op.impls.items()
     ]
     parameters = [*op.signature.parameters.values(), inspect.Parameter("impl", inspect.Parameter.KEYWORD_ONLY, default="auto")]
