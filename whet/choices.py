@@ -2,6 +2,7 @@
 
 import ast
 import contextlib
+import functools
 import inspect
 import itertools
 from collections.abc import Callable, Iterator, Mapping
@@ -9,7 +10,7 @@ from typing import cast
 
 import torch
 
-from whet.op import Call, Impl, Op, autocast_of, base, discover, error
+from whet.op import Call, Impl, Op, autocast_of, base, discover
 
 
 class Choices:
@@ -111,21 +112,28 @@ def chosen(op: Op, choices: Choices | None) -> Callable:
         reasons = "; ".join(f"{name}: {why[name]}" for name in op.impls)
         raise error(op.name, "auto", f"no impl takes these arguments ({reasons})")
 
-    def refused(*args) -> ValueError | None:
-        try:
-            resolve(*args)
-        except ValueError as refusal:
-            return refusal
-        return None
-
     scope = dict(
         defaults={n: p.default for n, p in parameters.items()}, Tensor=torch.Tensor,
         fast={} if choices is None else choices._memory(), grad_enabled=torch.is_grad_enabled,
         dynamo_compiling=torch.compiler.is_dynamo_compiling, compiler=torch.compiler,
-        resolve=resolve, refused=refused, any_autocast=torch._C._is_any_autocast_enabled, autocast_of=autocast_of,
+        resolve=resolve, refused=functools.partial(refusal, resolve),
+        any_autocast=torch._C._is_any_autocast_enabled, autocast_of=autocast_of,
     )
     exec(_written_out(op), scope)
     return cast(Callable, scope[op.name])
+
+
+def refusal(resolve: Callable, *args) -> ValueError | None:
+    """What is wrong with the arguments of a call that failed, or None where they are not what is wrong."""
+    try:
+        resolve(*args)
+    except ValueError as reason:
+        return reason
+    return None
+
+
+def error(op: str, impl: str, reason: str) -> ValueError:
+    return ValueError(f"{op}[{impl}]: {reason}")
 
 
 def plainly(op: Op, name: str) -> Callable:

@@ -12,8 +12,9 @@ from pathlib import Path
 import torch
 
 from whet import machine
+from whet.choices import error
 from whet.measure import stepper
-from whet.op import DTYPES, Call, discover, error
+from whet.op import DTYPES, Call, discover
 
 LIMIT_S = 300.0
 ACTIVE, ELAPSED = "avg.pct_of_peak_sustained_active", "avg.pct_of_peak_sustained_elapsed"

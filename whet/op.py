@@ -50,11 +50,7 @@ def untiled(*args, **kwargs) -> tuple[str, ...]:
 class Rank(IntEnum):
     """How simple an impl is: a tie keeps the lower, and of equal ones the one that its op lists earlier."""
 
-    FORMULA = 0  # the reference itself
-    STOCK = 1  # a call of PyTorch's
-    COMPILED = 2  # by torch.compile, anew for each size
-    KERNEL = 3  # whet's own
-    PACKAGE = 4  # another package's
+    FORMULA, STOCK, COMPILED, KERNEL, PACKAGE = range(5)  # reference, PyTorch's calls, torch.compile, whet's own, a package's
 
 
 @dataclass(frozen=True)
@@ -102,7 +98,7 @@ class Call:
     @property
     def text(self) -> str:
         """The case as a Python literal: text is a constant to torch.compile."""
-        return f"{{{', '.join([f'{k!r}: {v!r}' for k, v in self.case.items()])}}}"
+        return "{" + ", ".join([f"{k!r}: {v!r}" for k, v in self.case.items()]) + "}"
 
     def bucketed(self, op: "Op") -> "Call":
         """Dynamic sizes rounded up to a power of two, so that a new length meets a result already measured."""
@@ -310,10 +306,6 @@ def compiled(reference: Callable) -> Callable:
         return build()(*args, **options)
 
     return run
-
-
-def error(op: str, impl: str, reason: str) -> ValueError:
-    return ValueError(f"{op}[{impl}]: {reason}")
 
 
 def autocast_of(t: torch.Tensor) -> torch.dtype | None:
