@@ -6,9 +6,14 @@ from whet.figures import ms, percent
 from whet.report.markdown import absent, bold, by_machine, grid, read, short, source, versions
 
 
+def built_in(root: Path) -> dict[str, dict]:
+    """The records of `whet optimize` of the models in whet/models: what a user's function returned is in no page of theirs."""
+    return {name: r for name, r in read(root, "optimize").items() if ".py:" not in r["measured"]["target"]}
+
+
 def main_run(root: Path) -> tuple[str, dict] | None:
     """The record of `whet optimize` that README shows: the newest in float32, as `make run` makes it, else the newest."""
-    found = list(read(root, "optimize").items())
+    found = list(built_in(root).items())
     plain = [(name, r) for name, r in found if r["measured"]["target"].endswith(" float32")]
     return (plain or found)[-1] if found else None
 
@@ -31,8 +36,9 @@ def plans(root: Path) -> str:
         tie = " (a tie: the simpler is kept)" if result["tied"] else ""
         stored = " The plans were read from the lock, not measured again by this command." if result.get("from_lock") else ""
         busy = f" While the plans ran, {result['busy']}." if result.get("busy") else ""
+        step = "one forward" if result.get("kind") == "forward" else "one training step"
         parts += [
-            f"{result['target']}, one training step; chosen: {result['chosen']}{tie}. `{result['config']}`.{stored}{busy}",
+            f"{result['target']}, {step}; chosen: {result['chosen']}{tie}. `{result['config']}`.{stored}{busy}",
             grid(("plan", "verified", "step, ms", "baseline beside it, ms", "samples/s", "speed-up", "peak MB"), rows, text=2),
             source({name: r}),
         ]

@@ -218,7 +218,7 @@ def plans_table(result: dict) -> Table:
     stored = ", from the lock" if result.get("from_lock") else ""
     columns = ("plan", "step ms", "± spread", "vs fastest", "samples/s", "speed-up", "peak MB", "error / budget", "")
     order = ("speed-up", "vs fastest", "samples/s", "error / budget", "peak MB", "± spread")
-    title = f"plans for {result['target']}: one training step{stored}"
+    title = f"plans for {result['target']}: {'one forward' if result.get('kind') == 'forward' else 'one training step'}{stored}"
     table = Table(*columns, keep=("plan", "step ms", ""), order=order, title=title)
     for r in result["plans"]:
         timed = r.get("ms")
