@@ -12,7 +12,7 @@ ROOT = Path(__file__).parent.parent
 PACKAGE = sorted((ROOT / "whet").rglob("*.py"))
 ORDER = [
     "machine", "figures", "interpret", "torch_ops", "kinds", "values", "parts", "op", "source", "lock_file", "lock", "choices",
-    "ops", "aot", "isolation", "judge", "verify", "whole", "prove", "race", "busy", "roof", "graphs", "measure", "ncu", "child",
+    "ops", "isolation", "child", "aot", "judge", "verify", "whole", "prove", "race", "busy", "roof", "graphs", "measure", "ncu",
     "worker", "tune", "proofs", "workload", "models", "decode", "diagnose", "subjects", "report", "plans", "autoselect",
     "exercise", "commands", "__main__",
 ]
