@@ -5,7 +5,6 @@ import functools
 import types
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
-from typing import Protocol
 
 import torch
 from torch import nn
@@ -41,49 +40,13 @@ def compiled(plans: list[Plan]) -> list[Plan]:
     return [replace(p, name=p.name.replace("eager", "torch.compile"), compiled=True) for p in plans]
 
 
-class Subject(Protocol):
-    """What a trial asks of the thing whose plans it tries.
+class BuiltIn:
+    """A model in whet/models, with its variants and the recipe that it is trained by.
 
     name, config, samples   what it is called, what describes it, how many samples one step takes
     kind, notes             "train" or "forward" (see Workload), and what could not be done as asked
     stored                  whether the name and the config say all of it, so that the lock's result may be used again
     """
-
-    name: str
-    config: str
-    samples: int
-    device: str
-    kind: str
-    notes: list[str]
-    stored: bool
-
-    def before(self) -> Plan:
-        """As it runs without whet."""
-
-    def plans(self) -> list[Plan]:
-        """Simplest first: a tie keeps the earlier. Each is also tried under a CUDA graph where there is a GPU."""
-
-    def calls(self, precision: str) -> list[tuple[Call, int]]:
-        """The ops that one forward asks for, and how often."""
-
-    def rounding(self, precision: str) -> float | None:
-        """The relative rounding step of the arithmetic inside, where it is coarser than the dtype of the results."""
-
-    def truth(self) -> Evidence:
-        """The evidence of one step in float64."""
-
-    def workload(self, plan: Plan, choices: Choices | None, precision: str) -> Workload:
-        """A model of its own that runs by the plan. choices: None leaves the model's own."""
-
-    def weights(self, plan: Plan) -> Mapping[str, torch.Tensor]:
-        """The parameters, and the buffers that a step changes, by the plan's names."""
-
-    def canonical(self, gradients: Mapping) -> dict:
-        """Gradients by the names that they have in the truth."""
-
-
-class BuiltIn:
-    """A model in whet/models, with its variants and the recipe that it is trained by."""
 
     kind, stored = "train", True
 
@@ -98,25 +61,31 @@ class BuiltIn:
         return {n: p.detach().to(self.device) for n, p in built.named_parameters()}
 
     def before(self) -> Plan:
+        """As it runs without whet."""
         return Plan(BEFORE, self.model.plain, "eager")
 
     def plans(self) -> list[Plan]:
+        """Simplest first: a tie keeps the earlier. Each is also tried under a CUDA graph where there is a GPU."""
         plain = [Plan("eager", self.model.stock, "stock"), Plan("eager + choices", self.model.tuned, "tuned")]
         return plain + compiled(plain)
 
     def calls(self, precision: str) -> list[tuple[Call, int]]:
+        """The ops that one forward asks for, and how often."""
         module = self.model.build(self.sizes, self.model.tuned, Choices()).to(self.device)
         work = Workload(module, (), self.model.batch(self.sizes, self.recipe, self.device), precision=precision)
         refuse_broken_weights(self.name.partition(":")[0], module)
         return work.calls()
 
     def rounding(self, precision: str) -> float | None:
+        """The relative rounding step of the arithmetic inside, where it is coarser than the dtype of the results."""
         return ROUNDING[precision]
 
     def truth(self) -> Evidence:
+        """The evidence of one step in float64."""
         return oracle(self.model, self.sizes, self.recipe, self.plain, self.device)
 
     def workload(self, plan: Plan, choices: Choices | None, precision: str) -> Workload:
+        """A model of its own that runs by the plan. choices: None leaves the model's own."""
         module = self.model.build(self.sizes, plan.variant, choices).to(self.device)
         before = plan.name == BEFORE
         how: dict = dict(fused=None if before else True, capturable=not before and self.device == "cuda")
@@ -127,9 +96,11 @@ class BuiltIn:
         )
 
     def weights(self, plan: Plan) -> Mapping[str, torch.Tensor]:
+        """The parameters, and the buffers that a step changes, by the plan's names."""
         return self.model.adapt(self.sizes, plan.variant, self.plain)
 
     def canonical(self, gradients: Mapping) -> dict:
+        """Gradients by the names that they have in the truth."""
         return self.model.canonical(self.sizes, gradients)
 
 
@@ -149,7 +120,9 @@ def refuse_broken_weights(name: str, module: nn.Module) -> None:
 
 @dataclass
 class Given:
-    """A model that nobody wrote for whet, with its batch and maybe its optimizer. What was given is copied, never run on.
+    """A model that nobody wrote for whet, with its batch and maybe its optimizer. It is asked what a BuiltIn is asked.
+
+    What was given is copied, never run on.
 
     It runs as it is, under torch.compile and as a CUDA graph; plans with choices are there only where it asks a Choices.
     """
@@ -273,6 +246,9 @@ class Given:
 
     def canonical(self, gradients: Mapping) -> dict:
         return dict(gradients)
+
+
+Subject = BuiltIn | Given
 
 
 def subject_of(target: str) -> Subject:
