@@ -42,8 +42,10 @@ def product_op(
 
     def multiplied(*args):
         a = dict(zip((*given, "tile"), args))
-        more = (a.get(k) for k in ("bias", "res"))
-        return multiply(a["x"], a.get("norm"), a["w"], a["scale"], *more, a.get("eps", 0.0), paired=paired, tile=a["tile"])
+        return multiply(
+            a["x"], a.get("norm"), a["w"], a["scale"], a.get("bias"), a.get("res"), a.get("eps", 0.0), paired=paired,
+            tile=a["tile"],
+        )
 
     def empty(*args):
         a = dict(zip(given, args))
