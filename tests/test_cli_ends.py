@@ -85,7 +85,7 @@ def test_locks_whole_damaged_empty_or_absent_are_taken(planted, tmp_path):
 
 
 def test_a_stopped_optimize_says_what_is_in_its_lock_and_nothing_else(monkeypatch, tmp_path):
-    monkeypatch.setattr("whet.plans.record_calls", lambda *_: [])
+    monkeypatch.setattr("whet.subjects.BuiltIn.calls", lambda *_: [])
     monkeypatch.setattr("whet.plans.Tuning", interrupt)
     stopped = lambda: invoke("optimize", "tiny-llama:tiny", "--lock", "my.lock")  # noqa: E731
     assert stopped().exit_code == 130

@@ -2,7 +2,6 @@
 
 import io
 import json
-import subprocess
 from dataclasses import replace
 from pathlib import Path
 
@@ -11,6 +10,7 @@ import torch
 from rich.console import Console
 from test_cli import error_lines, example, invoke
 
+from whet.child import Ended
 from whet.decode.bench import agree, contender, evidence, prepare, quality, rivals
 from whet.decode.bench import run as bench
 from whet.decode.quantize import quantize
@@ -247,8 +247,8 @@ def test_a_fresh_process_says_how_long_it_took_to_its_first_token(tmp_path, monk
     found = evidence.starts(made(), None)
     assert found["first"] == found["warm"] == {"since_start_s": 1.0}
     monkeypatch.undo()
-    failed = subprocess.CompletedProcess([], 2, stdout="", stderr="a warning\nwhet: no config.json\n")
-    monkeypatch.setattr(evidence.subprocess, "run", lambda *_, **__: failed)
+    failed = Ended(2, stdout="", stderr="a warning\nwhet: no config.json\n")
+    monkeypatch.setattr(evidence, "run_to_end", lambda *_: failed)
     with pytest.raises(ValueError, match="did not start: whet: no config.json"):
         evidence.child(tmp_path, "cpu")
 

@@ -13,7 +13,7 @@ from test_readme import AFTER, BEFORE, ENTRIES, FOUND, PLANS, TESTED, fenced, re
 from typer.testing import CliRunner
 
 import whet
-from whet import models, plans
+from whet import models, subjects
 from whet.choices import Choices
 from whet.commands import app
 from whet.diagnose.run import Run
@@ -181,10 +181,10 @@ def test_the_example_model_records_its_calls_and_every_parameter_has_a_gradient(
     monkeypatch.setattr(models, "discover", lambda: {model.name: model})
     found, size = models.find("tiny-mlp")
     config, recipe = found.sizes[size], found.recipes[size]
-    calls = plans.record_calls(found, config, recipe, device, "float32")
+    calls = subjects.BuiltIn(found, config, recipe, device=device).calls("float32")
     assert [call.op for call, _ in calls] == ["rms_norm", "swiglu", "linear_cross_entropy"]
     weights = dict(found.build(config, found.plain, Choices(default="eager"), seed=recipe.seed).to(device).named_parameters())
-    exact = plans.oracle(found, config, recipe, weights, device)
+    exact = subjects.oracle(found, config, recipe, weights, device)
     assert set(exact) == {"output loss", *(f"grad {name}" for name in weights)}
 
 

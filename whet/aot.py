@@ -10,7 +10,6 @@ import contextlib
 import json
 import os
 import re
-import subprocess
 import sys
 import tempfile
 from collections.abc import Iterator
@@ -27,6 +26,7 @@ from triton.experimental.gluon._runtime import GluonASTSource
 from triton.runtime.jit import JITFunction, create_function_from_signature
 
 from whet import machine
+from whet.child import run_to_end
 from whet.op import DTYPES, Op, as_tuple, discover
 from whet.ops._pdl import pdl
 
@@ -35,6 +35,7 @@ TARGETS = {
     "sm_100": GPUTarget("cuda", 100, 32), "gfx942": GPUTarget("hip", "gfx942", 64),
 }
 CAPABILITY = {"sm_90": (9, 0), "sm_80": (8, 0), "sm_100": (10, 0), "gfx942": None}
+PTXAS_LIMIT_S = 600.0
 SHARED_LIMIT = {"sm_80": 166912, "sm_90": 232448, "sm_100": 232448, "gfx942": 65536}  # bytes one program may take
 
 
@@ -158,7 +159,10 @@ def _read_ptxas(ptx: str, arch: int) -> tuple[int, int]:
         Path(folder, "kernel.ptx").write_text(ptx)
         name = sm_arch_from_capability(arch)
         command = [get_ptxas(arch).path, "-v", f"--gpu-name={name}", "kernel.ptx", "-o", "kernel.cubin"]
-        log = subprocess.run(command, cwd=folder, capture_output=True, text=True, check=True).stderr
+        done = run_to_end(command, PTXAS_LIMIT_S, cwd=folder)
+        if done.fault:
+            raise RuntimeError(f"ptxas for {name}: {done.fault}")
+        log = done.stderr
     spills = sum(int(n) for n in re.findall(r"(\d+) bytes spill stores", log))
     return max(int(n) for n in re.findall(r"Used (\d+) registers", log)), spills
 

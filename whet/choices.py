@@ -150,7 +150,7 @@ def _written_out(op: Op) -> str:
     """The source of `chosen`'s function. fast is emptied when an option that never repeats, such as a position, fills it.
 
     The key holds what the checks ask of an argument, its class too: 1, True and numpy's 1.0 are equal. An error of a call
-    that was not checked anew is the arguments' if they are of a wrong kind: the key does not tell a sparse tensor's strides.
+    that was not checked anew is the arguments' if they are of a wrong kind: the key does not hold a sparse tensor's strides.
     """
     first = next(iter(op.signature.parameters))
     key, given = ["grad_enabled()", f"{first}.device", f"any_autocast() and autocast_of({first})"], []

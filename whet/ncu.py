@@ -3,7 +3,6 @@
 import csv
 import json
 import shutil
-import subprocess
 import sys
 import tempfile
 from dataclasses import asdict
@@ -12,6 +11,7 @@ from pathlib import Path
 import torch
 
 from whet import machine
+from whet.child import Lost, run_to_end
 from whet.choices import error
 from whet.measure import stepper
 from whet.op import DTYPES, Call, discover
@@ -55,9 +55,9 @@ def read(call: Call, impl: str) -> list[dict]:
         output = ["--page", "raw", "--csv", "--print-units", "base", "--log-file", str(log)]
         command = [ncu, *asked, *output, sys.executable, "-c", start, json.dumps(asdict(call)), impl]
         try:
-            done = subprocess.run(command, capture_output=True, text=True, timeout=LIMIT_S)
-        except subprocess.TimeoutExpired:
-            raise ValueError(f"counters: {impl} took longer than {LIMIT_S:.0f} s under ncu") from None
+            done = run_to_end(command, LIMIT_S)
+        except Lost as e:
+            raise ValueError(f"counters: {impl} under ncu: {e}") from None
         written = log.read_text() if log.exists() else ""
         rows = parse(written)
         if not rows:

@@ -30,12 +30,11 @@ def kind_of(train: bool, decode: bool) -> str | None:
 @contextlib.contextmanager
 def could_run() -> Iterator[None]:
     """What cannot be run is one line and exit code 2; a failure of whet's own is one line and 70, as findings are 1."""
-    from whet.diagnose.target import CannotRun
     from whet.figures import error_line
 
     try:
         yield
-    except (CannotRun, ValueError) as e:
+    except ValueError as e:
         typer.echo(f"whet: {e}", err=True)
         raise typer.Exit(2) from None
     except KeyboardInterrupt:

@@ -1,29 +1,14 @@
 """Which module is at work: forward by hooks on modules, backward by hooks on the autograd nodes that its forward made."""
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, nullcontext
-from dataclasses import is_dataclass
-from types import SimpleNamespace
 
 import torch
 from torch import nn
 
+from whet.workload import tensors_in
+
 Enter = Callable[[str, str], object]  # (phase, path) -> anything with close(), or None
-
-
-def tensors_in(value) -> Iterator[torch.Tensor]:
-    """Every tensor in nested tuples, lists, dicts and objects with fields."""
-    if isinstance(value, torch.Tensor):
-        yield value
-    elif isinstance(value, (tuple, list)):
-        for v in value:
-            yield from tensors_in(v)
-    elif isinstance(value, Mapping):
-        for v in value.values():
-            yield from tensors_in(v)
-    elif isinstance(value, SimpleNamespace) or is_dataclass(value) and hasattr(value, "__dict__"):
-        for v in () if isinstance(value, type) else vars(value).values():
-            yield from tensors_in(v)
 
 
 class Modules:

@@ -26,7 +26,7 @@ KINDS = ("train", "forward", "decode")
 MEANS = "a built-in model (tiny-llama:tiny), file.py:function returning model and batch, or a script (file.py)"
 
 
-class CannotRun(Exception):
+class CannotRun(ValueError):
     """What was given cannot be run; the message says why, in one line."""
 
 
@@ -112,13 +112,15 @@ def imports_from_own_folder(path: Path):
 
 def of_function(path: Path, function: str, kind: str | None, device: str) -> Target:
     try:
-        made = getattr(load(path), function, None)
+        module = load(path)
     except CannotRun:
         raise
     except (Exception, SystemExit) as e:
         raise CannotRun(f"{path}: importing it raised {raised_at(e)}") from e
-    if made is None:
-        raise CannotRun(f"{path} has no function {function!r}")
+    made = getattr(module, function, None)
+    if not callable(made):
+        own = [n for n, f in vars(module).items() if inspect.isfunction(f) and f.__module__ == module.__name__]
+        raise CannotRun(f"{path} has no function {function!r}; there are {', '.join(own) or 'none'}")
     try:
         given = made(**({"device": device} if "device" in inspect.signature(made).parameters else {}))
     except (Exception, SystemExit) as e:

@@ -54,7 +54,7 @@ def finding(root: Path) -> str:
 
 def steps(root: Path) -> str:
     """One training step: the plain model, the best plan of stock PyTorch, and the plan that was chosen."""
-    found, rows = read(root, "optimize"), []
+    found, rows = run_tables.built_in(root), []
     for r in found.values():
         timed = {p["name"]: p for p in r["measured"]["plans"] if p.get("ms")}
         stock = [p["ms"] for p in timed.values() if p.get("choices") == "stock" and "before_ms" in p]

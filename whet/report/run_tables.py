@@ -6,9 +6,14 @@ from whet.report.markdown import absent, bullets, by_machine, read, short, sourc
 from whet.report.tables import machine_table, plan_label, plans_table
 
 
+def built_in(root: Path) -> dict[str, dict]:
+    """The records of `whet optimize` of the models in whet/models: what a user's function returned is in no page of theirs."""
+    return {name: r for name, r in read(root, "optimize").items() if ".py:" not in r["measured"]["target"]}
+
+
 def main_run(root: Path) -> tuple[str, dict] | None:
     """The record of `whet optimize` that README shows: the newest in float32, as `make run` makes it, else the newest."""
-    found = list(read(root, "optimize").items())
+    found = list(built_in(root).items())
     plain = [(name, r) for name, r in found if r["measured"]["target"].endswith(" float32")]
     return (plain or found)[-1] if found else None
 
@@ -22,7 +27,8 @@ def plans(root: Path) -> str:
         stored = " The plans were read from the lock, not measured again by this command." if result.get("from_lock") else ""
         busy = f" While the plans ran, {result['busy']}." if result.get("busy") else ""
         chosen = f"chosen: {plan_label(result['chosen'])}{tie}"
-        parts += [f"{result['target']}, one training step; {chosen}. `{result['config']}`.{stored}{busy}"]
+        step = "one forward" if result.get("kind") == "forward" else "one training step"
+        parts += [f"{result['target']}, {step}; {chosen}. `{result['config']}`.{stored}{busy}"]
         parts += [plans_table(result).to_markdown(), source({name: r})]
     return "\n\n".join(parts) or absent("optimize")
 

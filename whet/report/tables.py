@@ -251,7 +251,8 @@ PLANS = (
 def plans_table(result: dict) -> Table:
     """One row per plan, the chosen one marked; a plan that failed has its reason."""
     stored = ", from the lock" if result.get("from_lock") else ""
-    table = Table(f"plans for {result.get('target') or 'a model'}: one training step{stored}", PLANS)
+    step = "one forward" if result.get("kind") == "forward" else "one training step"
+    table = Table(f"plans for {result.get('target') or 'a model'}: {step}{stored}", PLANS)
     for p in result.get("plans") or []:
         timed, chosen = number(p.get("ms")), p.get("name") == result.get("chosen")
         rates = [p.get(k) if timed else None for k in ("samples_per_s", "speedup")]

@@ -5,7 +5,6 @@ import functools
 import json
 import math
 import os
-import subprocess
 import sys
 import tempfile
 from collections.abc import Callable, Iterator
@@ -14,6 +13,7 @@ from typing import Any
 
 import torch
 
+from whet.child import Lost, run_to_end
 from whet.decode import load
 from whet.decode.bench import quality, rivals
 from whet.decode.bench.contender import GraphContender, PersistentContender
@@ -67,10 +67,12 @@ def child(where: Path, device: str) -> dict:
     start = f"import sys; sys.path[0] = {root!r}; from whet.commands import main; main()"
     options = ["--max-new-tokens", "1", "--raw", "--ignore-eos", "--device", device, "--json", "--no-verify"]
     command = [sys.executable, "-c", start, "generate", str(where), PROMPT, *options]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=LIMIT_S)
-    if done.returncode:
-        errors = done.stderr.strip().splitlines() or [f"exit code {done.returncode}"]
-        raise ValueError(f"whet generate did not start: {errors[-1]}")
+    try:
+        done = run_to_end(command, LIMIT_S)
+    except Lost as e:
+        raise ValueError(f"whet generate did not start: {e}") from None
+    if done.fault:
+        raise ValueError(f"whet generate did not start: {done.fault}")
     answer = json.loads(done.stdout)
     return {name: round(answer[name], 3) for name in PARTS}
 
