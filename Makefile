@@ -4,7 +4,7 @@ VENV   ?= .venv
 BIN    := $(VENV)/bin
 JOBS   ?= 2
 
-.PHONY: run test check gpu-test mutants records smollm2 setup clean
+.PHONY: run test check gpu-test compiled mutants records smollm2 setup clean
 
 run: setup
 	@echo "optimizing tiny-llama:small; about five minutes on two CPU cores, progress is shown on a terminal"
@@ -23,6 +23,10 @@ check: setup
 # run at one commit add up.
 gpu-test: setup
 	$(BIN)/python -m pytest -m gpu --record records/gpu-tests.json $(ONLY)
+
+# After a kernel was edited: compile it ahead of time, and keep what it takes, so that `make test` need not.
+compiled: setup
+	$(BIN)/python -m whet.aot --known tests/compiled_kernels.json --update
 
 # Every mutant offered to the verifier, and a record of which wall stopped which: a quarter of an hour on two cores.
 mutants: setup

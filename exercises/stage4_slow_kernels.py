@@ -11,7 +11,7 @@ import torch
 import torch.nn.functional as F
 
 if not torch.cuda.is_available():
-    os.environ["TRITON_INTERPRET"] = "1"  # heard only if it is said before Triton is imported
+    os.environ["TRITON_INTERPRET"] = "1"  # read when Triton is imported, so it must be set before
 
 import triton  # noqa: E402
 import triton.language as tl  # noqa: E402

@@ -1,6 +1,7 @@
 """A pytest plugin: every kernel compiled ahead of time, beside the tests, by one process however many workers run them.
 
-The rows are kept in the user's cache under a hash of all they depend on, so that the next run compiles nothing. Rows with a
+What was compiled before, from the same sources by the same Triton, is in compiled_kernels.json beside this file. The rows are
+kept in the user's cache under a hash of all they depend on, so that the next run need not even look. Rows with a
 problem are not reused: a compiler may have been killed or a disk full.
 """
 
@@ -22,6 +23,7 @@ import pytest
 from whet import machine
 
 ROOT = Path(__file__).parent.parent
+KNOWN = ROOT / "tests" / "compiled_kernels.json"  # `make compiled` writes it; what it lacks is compiled
 KEPT = 4  # results: of a few branches
 FOLDER = machine.cache_dir() / "aot"  # the user's: read before the tests are given a cache of their own
 
@@ -34,6 +36,7 @@ def sources() -> list[Path]:
 
 def key() -> str:
     versions = [platform.python_version(), *(f"{name} {machine.version(name)}" for name in ("triton", "torch"))]
+    versions.append(KNOWN.read_text() if KNOWN.exists() else "")
     digest = hashlib.sha256("\n".join(versions).encode())
     for path in sources():
         digest.update(f"\0{path.relative_to(ROOT)}\0".encode() + path.read_bytes())
@@ -120,7 +123,7 @@ def pytest_collection_finish(session: pytest.Session) -> None:
             folder = FOLDER
         except OSError:  # a home that cannot be written: each worker compiles for itself
             folder = Path(tempfile.mkdtemp(prefix="whet-aot-"))
-        job = Compiling(folder, key(), [sys.executable, "-m", "whet.aot", "--json"])
+        job = Compiling(folder, key(), [sys.executable, "-m", "whet.aot", "--json", "--known", str(KNOWN)])
         session.config.stash[COMPILING] = job
         job.start()
 

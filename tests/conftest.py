@@ -56,6 +56,17 @@ def device() -> str:
 
 
 @pytest.fixture
+def lock_path(tmp_path) -> Path:
+    return tmp_path / "whet.lock"
+
+
+@pytest.fixture
+def warnings(capsys):
+    """The lines printed to stderr since the last call."""
+    return lambda: capsys.readouterr().err.strip().splitlines()
+
+
+@pytest.fixture
 def one_thread():
     """A model this small gains nothing from threads, and on a busy machine waits for them at every op."""
     before = torch.get_num_threads()

@@ -1,7 +1,7 @@
 // Runs whet/decode/cuda on a CPU: every thread of every block is a fiber, copies arrive late and in any order.
 // What it shows: indices, epochs, barriers, the ring, sums. What it cannot: the memory order and the speed of a GPU.
-#include <csetjmp>
 #include <cmath>
+#include <csetjmp>
 #include <cstdint>
 #include <cstdlib>
 #include <cstring>
@@ -16,7 +16,7 @@
 #define DEVICE inline
 
 struct Fiber {
-    int block, warp, lane;
+    int block, warp, lane, parity = 0;
     jmp_buf at;
     ucontext_t begin;
     std::unique_ptr<char[]> stack;
@@ -28,7 +28,9 @@ static jmp_buf back;
 static std::deque<Fiber*> ready;
 static std::mt19937 dice(0);
 
-static void park() { if (!_setjmp(now->at)) _longjmp(back, 1); }
+__attribute__((noinline)) static void park() { if (!_setjmp(now->at)) _longjmp(back, 1); }
+__attribute__((noinline)) static void go_on() { _longjmp(now->at, 1); }
+__attribute__((noinline)) static void leave() { _longjmp(back, 1); }
 static void yield() { ready.push_back(now); park(); }
 
 struct Meeting {
@@ -46,17 +48,24 @@ struct Meeting {
     }
 };
 
+struct Slots {
+    uint32_t of[32][6];
+    const uint32_t* rows[32];
+};
 struct Warp {
     Meeting meeting{32};
-    uint32_t slot[32][6];
-    const uint32_t* rows[32];
+    Slots slots[2];
 };
 struct Group {
     Meeting consumers{256}, all{384};
     Warp warps[12];
+    std::vector<Fiber*> awaiting;  // the end of a phase of some barrier
 };
 static std::vector<Group> groups;
-static Warp& my_warp() { return groups[now->block].warps[now->warp]; }
+static Group& my_group() { return groups[now->block]; }
+static Warp& my_warp() { return my_group().warps[now->warp]; }
+// For one exchange, and those of the last one are free: whoever writes into them has met all lanes since they were read.
+static Slots& next_slots() { return my_warp().slots[now->parity ^= 1]; }
 
 #define WARP_ID (now->warp)
 #define LANE (now->lane)
@@ -75,14 +84,21 @@ static void post(unsigned long long* p, unsigned long long v) { *p = v; }
 struct Bar { uint16_t count, pending; int32_t bytes : 31; uint32_t phase : 1; };
 static_assert(sizeof(Bar) == 8);
 static Bar& bar_of(unsigned long long* b) { return *(Bar*)b; }
-static void settle(Bar& b) { if (b.pending == 0 && b.bytes == 0) b.pending = b.count, b.phase ^= 1; }
+static void settle(Bar& b, Group& g) {
+    if (b.pending || b.bytes) return;
+    b.pending = b.count, b.phase ^= 1;
+    for (Fiber* f : g.awaiting) ready.push_back(f);
+    g.awaiting.clear();
+}
 static void settle() {}
 static void set_up(unsigned long long* b, int count) { bar_of(b) = {(uint16_t)count, (uint16_t)count, 0, 0}; }
-static void arrive(unsigned long long* b) { bar_of(b).pending--; settle(bar_of(b)); }
+static void arrive(unsigned long long* b) { bar_of(b).pending--; settle(bar_of(b), my_group()); }
 static void expect(unsigned long long* b, int bytes) { bar_of(b).bytes += bytes; arrive(b); }
-static void await(unsigned long long* b, uint32_t parity) { while (bar_of(b).phase == parity) yield(); }
+static void await(unsigned long long* b, uint32_t parity) {
+    while (bar_of(b).phase == parity) my_group().awaiting.push_back(now), park();
+}
 
-struct Copy { void* to; const void* from; int bytes; unsigned long long* bar; };
+struct Copy { void* to; const void* from; int bytes, block; unsigned long long* bar; };
 static std::vector<Copy> copies;
 static void land() {
     size_t i = dice() % copies.size();
@@ -91,12 +107,12 @@ static void land() {
     copies.pop_back();
     memcpy(c.to, c.from, c.bytes);
     bar_of(c.bar).bytes -= c.bytes;
-    settle(bar_of(c.bar));
+    settle(bar_of(c.bar), groups[c.block]);
 }
 static void fetch(void* to, const void* from, int bytes, unsigned long long* bar) {
     if ((uintptr_t)from % 16 || (uintptr_t)to % 16 || bytes % 16) abort();
     memset(to, 0xff, bytes);  // whoever still reads there reads NaN
-    copies.push_back({to, from, bytes, bar});
+    copies.push_back({to, from, bytes, now->block, bar});
 }
 static void between_proxies() {}
 static void done_reading() {}
@@ -106,27 +122,24 @@ static void take_registers() {}
 static void give_registers() {}
 static void fence() {}
 static void meet_warp() { my_warp().meeting.wait(); }
-static void meet() { groups[now->block].consumers.wait(); }
-static void meet_all() { groups[now->block].all.wait(); }
+static void meet() { my_group().consumers.wait(); }
+static void meet_all() { my_group().all.wait(); }
 
 static float of_lane(float x, int lane) {
-    Warp& w = my_warp();
-    w.slot[LANE][0] = bits(x);
+    Slots& slots = next_slots();
+    slots.of[LANE][0] = bits(x);
     meet_warp();
-    float y = bits(w.slot[lane][0]);
-    meet_warp();
-    return y;
+    return bits(slots.of[lane][0]);
 }
 static float swap(float x, int mask) { return of_lane(x, LANE ^ mask); }
 static int swap(int x, int mask) { return (int)bits(swap(bits((uint32_t)x), mask)); }
 
 static uint32_t most_of_warp(uint32_t x) {
-    Warp& w = my_warp();
-    w.slot[LANE][0] = x;
+    Slots& slots = next_slots();
+    slots.of[LANE][0] = x;
     meet_warp();
     uint32_t most = 0;
-    for (int i = 0; i < 32; i++) most = std::max(most, w.slot[i][0]);
-    meet_warp();
+    for (int i = 0; i < 32; i++) most = std::max(most, slots.of[i][0]);
     return most;
 }
 static uint32_t pick(uint32_t a, uint32_t b, uint32_t which) {
@@ -140,18 +153,17 @@ static float bf(uint32_t both, int i) { return bits(i ? both & 0xffff0000u : bot
 // Rows of a times columns of b, EACH numbers in a register.
 template <int EACH, class T, class Part>
 static void product(T (&c)[4], const uint32_t (&mine)[6], Part part) {
-    Warp& w = my_warp();
-    memcpy(w.slot[LANE], mine, sizeof mine);
+    Slots& slots = next_slots();
+    memcpy(slots.of[LANE], mine, sizeof mine);
     meet_warp();
     int g = LANE / 4, t = LANE % 4;
     for (int i = 0; i < 4; i++) {
         int upper = i / 2, n = 2 * t + i % 2;
         for (int k = 0; k < 8 * EACH; k++) {
             int lane = k % (4 * EACH) / EACH, later = k / (4 * EACH);
-            c[i] += part(w.slot[g * 4 + lane][upper + 2 * later], k % EACH) * part(w.slot[n * 4 + lane][4 + later], k % EACH);
+            c[i] += part(slots.of[g * 4 + lane][upper + 2 * later], k % EACH) * part(slots.of[n * 4 + lane][4 + later], k % EACH);
         }
     }
-    meet_warp();
 }
 static void mma(float (&c)[4], uint32_t a0, uint32_t a1, uint32_t a2, uint32_t a3, uint32_t b0, uint32_t b1) {
     product<2>(c, {a0, a1, a2, a3, b0, b1}, bf);
@@ -161,11 +173,10 @@ static void mma(int (&c)[4], uint32_t a0, uint32_t a1, uint32_t a2, uint32_t a3,
 }
 static void mma8(float (&c)[4], uint32_t a0, uint32_t a1, uint32_t b) { mma(c, a0, a1, 0, 0, b, 0); }
 static void load(uint32_t (&a)[4], const void* row) {
-    Warp& w = my_warp();
-    w.rows[LANE] = (const uint32_t*)row;
+    Slots& slots = next_slots();
+    slots.rows[LANE] = (const uint32_t*)row;
     meet_warp();
-    for (int i = 0; i < 4; i++) a[i] = w.rows[i * 8 + LANE / 4][LANE % 4];
-    meet_warp();
+    for (int i = 0; i < 4; i++) a[i] = slots.rows[i * 8 + LANE / 4][LANE % 4];
 }
 static uint32_t half(float x) {
     uint32_t b = bits(x);
@@ -191,7 +202,7 @@ static void body() {
     unsigned char* shared = memory[now->block].get();
     decode(*given, shared + (128 - (uintptr_t)shared % 128) % 128);
     now = nullptr;
-    _longjmp(back, 1);
+    leave();
 }
 
 // One launch, of which one block may never begin. Returns 0, or 1 where no thread could go on.
@@ -234,7 +245,7 @@ extern "C" int launch(const Args* args, int seed, int silent) {
         }
         turn++;
         if (!_setjmp(back)) {
-            if (now->started) _longjmp(now->at, 1);
+            if (now->started) go_on();
             now->started = true;
             getcontext(&now->begin);
             now->begin.uc_stack.ss_sp = now->stack.get();

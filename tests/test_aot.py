@@ -61,7 +61,14 @@ def launch(fn, BLOCK):
     return Launch("planted", "triton", "", "float32", fn, (x, x, 1000), dict(BLOCK=BLOCK, num_warps=1))
 rows = [row(launch(_greedy_kernel, 16384), "sm_90", ""), row(launch(_greedy_kernel, 16384), "sm_90", "stated"),
         row(launch(_greedy_kernel, 64), "sm_90", ""), row(launch(_broken_kernel, 64), "sm_90", "")]
-print(json.dumps([asdict(r) for r in rows]))
+from unittest import mock
+from whet import aot
+known, compiled = aot.Known(None), []
+with mock.patch.object(aot, "compile_for", lambda launch, target: compiled.append(target) or aot.Compiled(1, 0, 0)):
+    for fn, BLOCK, target in ((_greedy_kernel, 64, "sm_90"), (_greedy_kernel, 64, "sm_90"), (_greedy_kernel, 128, "sm_90"),
+                              (_greedy_kernel, 64, "sm_80"), (_broken_kernel, 64, "sm_90")):
+        row(launch(fn, BLOCK), target, "", known)
+print(json.dumps([*(asdict(r) for r in rows), compiled]))
 '''
 
 
@@ -69,10 +76,11 @@ def test_planted_spills_and_errors_are_found_and_a_stated_reason_excuses_spills(
     (tmp_path / "planted.py").write_text(PLANTED)
     done = child(str(tmp_path / "planted.py"))
     assert done.returncode == 0, done.stdout
-    greedy, excused, modest, broken = json.loads(done.stdout.splitlines()[-1])
+    greedy, excused, modest, broken, compiled = json.loads(done.stdout.splitlines()[-1])
     assert greedy["spills"] > 0 and "spills" in greedy["problem"] and "no reason" in greedy["problem"]
     assert excused["spills"] == greedy["spills"] and not excused["problem"]
     assert modest["spills"] == 0 and modest["registers"] > 0 and not modest["problem"]
+    assert compiled == ["sm_90", "sm_90", "sm_80", "sm_90"], "once each: by tile, by target and by source"
     assert broken["problem"].startswith("does not compile") and "undefined_name" in broken["problem"]
 
 

@@ -22,7 +22,7 @@ def test_memory_is_bytes_or_a_size(given, wanted):
 
 @pytest.mark.parametrize("given", ["", "8 bananas", "-1GB", 0, True, None, float("inf"), "1GiBB"])
 def test_other_memory_is_refused_by_value(given):
-    with pytest.raises(ValueError, match="memory must be bytes or a size such as '8GiB', got"):
+    with pytest.raises(ValueError, match="memory must be .* got"):
         bytes_of(given)
 
 
@@ -64,11 +64,11 @@ def test_at_the_limit_it_gives_up_rows_and_tokens_that_were_not_asked_for():
 def test_refusal_says_how_many_tokens_would_fit_and_why():
     c = cache(tokens=1000)
     assert c.longest == 1000 and c.fits(1000) and not c.fits(501, rows=2)
-    with pytest.raises(ValueError, match=r"^cache: 1001 tokens do not fit; 1000 would \(.*give it more memory$"):
+    with pytest.raises(ValueError, match="1001 tokens .* 1000 .* memory"):
         c.hold(1, 1001)
-    with pytest.raises(ValueError, match="^cache: 2 rows of 501 tokens do not fit; 500 tokens would$"):
+    with pytest.raises(ValueError, match="2 rows of 501 tokens .* 500 "):
         c.hold(2, 501)
-    with pytest.raises(ValueError, match="^cache: 65 tokens do not fit; 64 would: that is the longest context$"):
+    with pytest.raises(ValueError, match="65 tokens .* 64 .* context"):
         cache(longest=64).hold(1, 65)
 
 

@@ -1,14 +1,20 @@
 """Candidates: an impl that implies an argument, tile variants of an impl, and what "auto" does where even eager refuses."""
 
+import sys
 from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 import torch
+from conftest import every_op, exact, first_case, has_triton
 
 import whet.ops
 from whet import choices as choices_module
-from whet.choices import Choices, public, use
-from whet.op import SIMPLICITY, Call, Impl, base, discover, ours
+from whet.choices import Choices, Recorder, public, use
+from whet.op import DTYPES, Call, Impl, Rank, base, discover
+from whet.prove import Proof, TrialInputs
+from whet.report import bench_tables, readme
+from whet.verify import verify_case
 
 OP = discover()["rms_norm"]
 TILES = ("2x2", "4x4")
@@ -103,9 +109,18 @@ def test_a_length_that_varies_under_compile_keeps_its_tile(planted):
             assert (auto[0, 0], named[0, 0]) == (4 if rows <= 8 else 1, 2)
 
 
+def test_a_compiled_model_given_other_choices_is_traced_anew_and_a_recorder_counts_what_is_traced(planted):
+    model, recorder = SimpleNamespace(), Recorder(default="torch")
+    run = compiled(lambda x, w: model.ops.rms_norm(x, w, 0.0))
+    made = {1: recorder, 2: Choices(default="torch@2x2"), 4: Choices({call().key: "torch@4x4"})}
+    for value, model.ops in (made | made).items():
+        assert run(X, W)[0, 0] == value
+    assert recorder.calls == {call().key: (call(), 1)}
+
+
 def test_choices_take_a_tile_as_the_default(planted):
     assert Choices(default="torch@4x4").rms_norm(X, W, 0.0)[0, 0] == 4
-    with pytest.raises(ValueError, match="default must be None or one of"):
+    with pytest.raises(ValueError, match="default must be None or an impl of some op, one of"):
         Choices(default="cuda@4x4")
 
 
@@ -170,7 +185,60 @@ def test_an_impl_that_is_no_name_names_the_choices(impl):
         whet.ops.rms_norm(X, W, impl=impl)
 
 
-def test_every_kernel_of_whets_own_is_known_by_its_name():
-    names = ["triton", "triton_fused_bwd", "triton_cudnn_bwd", "triton_fp8"]
-    assert [n for n in SIMPLICITY if ours(n)] == names and ours("triton@64x64w4s2")
-    assert all(ours(name) for op in discover().values() for name, i in op.impls.items() if i.needs in ("triton", "cudnn"))
+def test_whets_own_kernels_are_those_that_say_so_or_need_triton():
+    op = discover()["attention"]
+    assert [n for n in op.impls if op.ours(n)] == ["triton", "triton_fused_bwd", "triton_cudnn_bwd", "triton_fp8"]
+    assert op.ours("triton@64x64w4s2") and not op.ours("torch") and not op.ours("gone")
+
+
+def test_an_op_file_brings_impls_of_new_names_without_a_list_to_edit(monkeypatch):
+    op = replace(OP, impls=OP.impls | {
+        "quack": Impl(tiled, needs="quack"), "cuda": Impl(tiled, ours=True, rank=Rank.KERNEL, words="whet's own in CUDA C++"),
+        "handwritten": Impl(tiled),
+    })
+    assert list(op.impls) == ["eager", "torch", "handwritten", "compile", "triton", "cuda", "liger", "quack"], "as ties go"
+    assert op.ours("cuda") and not op.ours("quack") and "needs the package quack" in op.unavailable("quack")
+    page = readme.op_section(op)
+    assert "| cuda | whet's own in CUDA C++ |" in page and "| quack | the kernel of the package `quack` |" in page
+    monkeypatch.setitem(discover(), "rms_norm", op)
+    assert Choices(default="cuda").rms_norm(X, W, 0.0)[0, 0] == 1 and public(op)(X, W, 0.0, impl="cuda")[0, 0] == 1
+    entry = {"call": vars(call()), "candidates": {n: dict(ok=True, ms=1.0) for n in ("quack", "cuda", "eager")}}
+    assert bench_tables.split([entry]) == [(["eager", "quack", "cuda"], [entry])], "whet's own last"
+    for name in ("auto", "cuda@2"):
+        with pytest.raises(ValueError, match="rms_norm: an impl's name must be an identifier other than 'auto', got"):
+            replace(OP, impls={name: Impl(tiled)})
+
+
+@pytest.mark.parametrize("op", every_op(has_triton))
+def test_what_a_kernel_refuses_is_asked_once_for_a_call(op, device, monkeypatch):
+    impl, asked = op.impls["triton"], []
+
+    def counted(*args, **options):
+        asked.append(op.name)
+        return impl.refuses(*args, **options)
+
+    def count(run) -> int:
+        asked.clear()
+        run()
+        return len(asked)
+
+    monkeypatch.setitem(op.impls, "triton", replace(impl, refuses=counted))
+    monkeypatch.setattr(sys.modules[impl.run.__module__], "refuses", counted)
+    case, dtype = first_case(op), exact(op, "triton")
+    args = op.inputs(dtype=DTYPES[dtype], device=device, **case)
+    asking, named = Choices(default="triton"), public(op)
+    times = [count(lambda: named(**args, impl="triton")), *(count(lambda: getattr(asking, op.name)(**args)) for _ in range(2))]
+    assert times == [1, 1, 0], "named; auto; auto again"
+    assert count(lambda: verify_case(op, "triton", case, dtype, device, grad=False)) == 1
+    proof = Proof(op, "triton", Call(op.name, case, dtype, False), device)
+    assert count(lambda: proof.verify(TrialInputs(proof.small, dtype))) == 1
+
+
+def test_where_choices_give_way_no_impl_is_asked_twice(monkeypatch):
+    asked = []
+    for name in OP.impls:
+        refuses = lambda x, w, eps, name=name: asked.append(name) or "no"  # noqa: E731
+        monkeypatch.setitem(OP.impls, name, Impl(tiled, refuses, tiles=few_rows))
+    with pytest.raises(ValueError, match="no impl takes these arguments"):
+        Choices({call().key: "torch@2x2"}).rms_norm(X, W)
+    assert sorted(asked) == sorted(OP.impls)

@@ -91,15 +91,15 @@ def found(through):
 
 @pytest.mark.parametrize(
     "through, word",
-    [(contiguous_heads, "takes strides"), (repeated, "16 times over"), (twice, "more than once"), (again, "copied again"),
-     (transposed, "transposed operands")],
+    [(contiguous_heads, "strides"), (repeated, "16 times"), (twice, "more than once"), (again, "again"),
+     (transposed, "transposed")],
 )
-def test_a_copy_that_can_be_left_out_is_told_with_its_line(through, word):
+def test_a_copy_that_can_be_left_out_is_reported_with_its_line(through, word):
     (finding,) = found(through)
     first = through.__code__.co_firstlineno
     assert word in finding.cause and finding.line.startswith("test_check_copies.py:")
     assert first < int(finding.line.split(":")[1]) <= first + 4
-    assert "strides" in finding.evidence[0] and "MB read and written" in finding.evidence[1]
+    assert "strides" in finding.evidence[0] and "MB" in finding.evidence[1]
 
 
 @pytest.mark.parametrize("through", [plain_heads, by_softmax, spelled_out, two_halves, written_into])
@@ -107,10 +107,10 @@ def test_a_copy_with_a_purpose_is_left_alone(through):
     assert not found(through)
 
 
-def test_layers_of_one_kind_are_told_as_one_and_the_backward_is_counted():
+def test_layers_of_one_kind_are_listed_as_one_and_the_backward_is_counted():
     (finding,) = copies.find(Run(copies.example(True), seconds=0.01))
-    assert "layers.*" in finding.cause and "4 copies a step" in finding.cause and "enable_gqa" in finding.fix
-    assert any("backward sums" in line for line in finding.evidence)
+    assert "layers.*" in finding.cause and "4 copies" in finding.cause and "enable_gqa" in finding.fix
+    assert any("backward" in line for line in finding.evidence)
 
 
 @torch.library.custom_op("planted::wraps_stock", mutates_args=())
@@ -137,7 +137,7 @@ def custom(op, made, device):
     return list(custom_matmul.find(Run(target, seconds=0.01)))
 
 
-def test_a_product_by_hand_is_told_with_its_shapes(device):
+def test_a_product_by_hand_is_reported_with_its_shapes(device):
     (finding,) = custom_matmul.find(Run(custom_matmul.example(True), seconds=0.01))
     assert "planted::linear_by_hand" in finding.cause and "gate.weight" in finding.evidence[0] and "F.linear" in finding.fix
     assert finding.measured == (device == "cuda") and (finding.cost_ms is None) == (device == "cpu")

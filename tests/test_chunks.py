@@ -93,7 +93,7 @@ def test_a_chunk_is_filled_up_no_further_than_the_cache(model):
 
 
 def test_graphs_go_with_the_memory_and_the_oldest_where_there_are_many(model, monkeypatch):
-    monkeypatch.setattr(chunks, "MOST", 2)
+    monkeypatch.setattr(chunks, "MAX_GRAPHS", 2)
     runner = runner_of(model)
     for n in (8, 16, 8, 16, 32, 32):
         fed(runner, n)

@@ -61,7 +61,7 @@ def example(command: str) -> list[str]:
     return shlex.split(found[1].strip())
 
 
-def said(result) -> list[str]:
+def error_lines(result) -> list[str]:
     return result.stderr.strip().splitlines()
 
 
@@ -133,7 +133,7 @@ def test_bench_json_is_a_whole_record(few):
     assert json.loads(path.read_text()) == made
 
 
-def test_machine_example_runs_and_tells_ceilings_with_units():
+def test_machine_example_runs_and_gives_ceilings_with_units():
     result = invoke(*example("machine"))
     assert result.exit_code == 0
     assert "GB/s" in result.stdout and "TFLOP/s" in result.stdout and "torch" in result.stdout and "Triton" in result.stdout
@@ -159,7 +159,7 @@ def test_optimize_example_shows_calls_plans_and_the_choice(planted):
     target, lock, precision, again, seconds, _ = planted[0]
     assert (target, precision, again, seconds) == ("tiny-llama:tiny", "float32", False, 0.5) and str(lock.path) == "whet.lock"
     assert "stock: 2.00x the plain eager model, every gradient verified. No GPU." in result.stdout
-    assert "before: plain eager" in result.stdout and "4000" in result.stdout and "lock: whet.lock" in result.stdout
+    assert "before: plain eager" in result.stdout and "4,000" in result.stdout and "lock: whet.lock" in result.stdout
 
 
 def test_reasons_are_printed_as_they_are(planted):
@@ -193,7 +193,8 @@ def test_an_impl_has_one_line_with_the_best_of_its_tiles(capsys, monkeypatch):
     assert "triton@a 1.000 0.0100 50% compute, 600 TFLOP/s 0.50 * chosen, 4.00x torch, best of 3 tiles" in text
     assert "torch 4.000 0.0400 12% compute, 150 TFLOP/s 0.50" in text
     assert "triton@b" not in text and " triton 2.000" not in text
-    assert "* rope B=2 float16 was timed as it stands and verified as rope B=1 float16 fwd: " in text
+    smaller = next(line for line in text.splitlines() if line.startswith("* rope B=2 float16 "))
+    assert "verified as rope B=1 float16 fwd" in smaller
     assert "not a candidate: eager for rope: refused: the scores do not fit" in text
 
 
@@ -243,18 +244,18 @@ def test_optimize_json_is_a_record_and_options_reach_it(planted):
 
 
 WRONG = {
-    "op": ("bench nope", "unknown op 'nope'; there are add_rms_norm, "),
-    "no-shape": ("bench rms_norm --shapes ''", "a shape of rms_norm is M=...,N=... or one of ['4096x384', "),
-    "shape": ("bench rms_norm --shapes tall", "a shape of rms_norm is M=...,N=... or one of ['4096x384', "),
-    "negative": ("bench rms_norm --shapes M=-8,N=8", "a shape of rms_norm is M=...,N=... or one of ['4096x384', "),
-    "size": ("bench rms_norm --shapes M=8,Q=3", "a shape of rms_norm is M=...,N=... or one of ['4096x384', "),
-    "missing": ("bench rope --shapes B=8", "a shape of rope is B=...,S=...,Hq=...,Hk=...,D=..."),
-    "together": ("bench rope --shapes B=1,S=8,Hq=2,Hk=2,D=7", "rope: rotary_dim must be even and at least 2, got 7"),
+    "op": ("bench nope", "'nope'; there are add_rms_norm, "),
+    "no-shape": ("bench rms_norm --shapes ''", "M=...,N=... or one of ['4096x384', "),
+    "shape": ("bench rms_norm --shapes tall", "M=...,N=... or one of ['4096x384', "),
+    "negative": ("bench rms_norm --shapes M=-8,N=8", "M=...,N=... or one of ['4096x384', "),
+    "size": ("bench rms_norm --shapes M=8,Q=3", "M=...,N=... or one of ['4096x384', "),
+    "missing": ("bench rope --shapes B=8", "B=...,S=...,Hq=...,Hk=...,D=..."),
+    "together": ("bench rope --shapes B=1,S=8,Hq=2,Hk=2,D=7", "rope: rotary_dim must be even"),
     "layout": ("bench rms_norm --shapes M=8,N=8,layout=3", "layout must be one of"),
-    "no-op": ("ops attentoin", "there is no attentoin; there are add_rms_norm, attention, "),
+    "no-op": ("ops attentoin", "attentoin; there are add_rms_norm, attention, "),
     "dtype": ("bench rms_norm --dtype int8", "dtype must be one of ['float32', 'float16', 'bfloat16', 'float64'], got 'int8'"),
     "mode": ("bench rms_norm --mode fast", "mode must be eager, graph or both, got 'fast'"),
-    "model": ("optimize gpt-9", "unknown model 'gpt-9'; there are "),
+    "model": ("optimize gpt-9", "'gpt-9'; there are "),
     "model-size": ("optimize tiny-llama:huge", "has no size 'huge'; there are small, tiny"),
     "precision": ("optimize tiny-llama:tiny --precision fp8", "precision must be one of ('float32', 'tf32', 'bfloat16')"),
 }
@@ -265,7 +266,7 @@ def test_a_wrong_argument_is_one_line_that_names_the_choices(command, reason, mo
     monkeypatch.setattr("whet.worker.Worker.start", lambda self: pytest.fail("a process was started"))
     result = invoke(*shlex.split(command))
     assert result.exit_code == 2 and result.stdout == ""
-    assert len(said(result)) == 1 and said(result)[0].startswith("whet: ") and reason in said(result)[0]
+    assert len(error_lines(result)) == 1 and error_lines(result)[0].startswith("whet: ") and reason in error_lines(result)[0]
 
 
 @pytest.mark.parametrize("command", ["", "sharpen", "bench --shape M=1", "optimize", "machine --fast"])
@@ -287,8 +288,8 @@ def test_help_gives_units_defaults_and_an_example(command):
     for option in COMMANDS[command].params:
         if option.param_type_name == "option" and option.name != "help":
             assert option.help, f"{option.name} has no help"
-            told = option.show_default and option.default not in (None, "", False)
-            assert told or "default" in option.help, f"{option.name}: the help tells no default"
+            shown = option.show_default and option.default not in (None, "", False)
+            assert shown or "default" in option.help, f"{option.name}: the help has no default"
     for words in UNITS.get(command, ()):
         assert words in text
 
@@ -301,7 +302,7 @@ def test_a_bench_stopped_before_anything_was_timed_says_so(monkeypatch):
     monkeypatch.setattr(whet.tune, "tune", interrupt)
     result = invoke("bench", "rms_norm", "--shapes", "M=8,N=32")
     assert result.exit_code == 130
-    assert said(result) == ["whet: stopped; nothing was timed yet, so there is nothing to keep"]
+    assert len(error_lines(result)) == 1 and "stopped; nothing was timed" in error_lines(result)[0]
 
 
 def test_a_bench_stopped_half_way_keeps_what_was_timed(monkeypatch, few, tmp_path):
@@ -315,7 +316,7 @@ def test_a_bench_stopped_half_way_keeps_what_was_timed(monkeypatch, few, tmp_pat
     monkeypatch.setattr(whet.tune, "tune", half)
     shapes = ("--shapes", "M=8,N=32", "--shapes", "M=4,N=32")
     result = invoke("bench", "rms_norm", *shapes, "--seconds", "0.01", "--records", str(tmp_path), "--name", "half")
-    assert result.exit_code == 130 and said(result)[-1] == "whet: stopped; 1 of 2 were timed and are in the record"
+    assert result.exit_code == 130 and "stopped; 1 of 2" in error_lines(result)[-1]
     kept = json.loads(next(tmp_path.glob("*half.json")).read_text())["measured"]
     assert kept["stopped"] and [e["call"]["case"] for e in kept["entries"]] == [{"M": 8, "N": 32}]
 
@@ -332,8 +333,8 @@ def test_ctrl_c_ends_a_real_run_and_keeps_what_is_done(tmp_path):
     _, errors = child.communicate(timeout=60)
     assert child.returncode == 130, errors
     # Among the lines: stopped inside a backward that torch.compile traces, torch warns of that, before or after.
-    said = "whet: stopped; what was tuned so far is kept in whet.lock, and the next run goes on from there"
-    assert said in errors.splitlines(), errors
+    (line,) = (line for line in errors.splitlines() if line.startswith("whet: stopped"))
+    assert "whet.lock" in line
     assert any(e["candidates"] for e in Lock.read(tmp_path / "whet.lock").calls.values())
 
 
@@ -343,4 +344,4 @@ def test_an_interrupt_during_the_imports_ends_without_a_traceback():
     script += "def slow(name, *rest):\n    if name == 'torch': raise KeyboardInterrupt\n    return real(name, *rest)\n"
     script += "builtins.__import__ = slow; whet.__main__.main()"
     done = subprocess.run([sys.executable, "-c", script, "machine"], capture_output=True, text=True)
-    assert (done.returncode, done.stderr) == (130, "whet: stopped; nothing was begun yet\n")
+    assert done.returncode == 130 and done.stderr.startswith("whet: stopped") and done.stderr.count("\n") == 1

@@ -6,7 +6,7 @@ import sys
 
 import pytest
 import torch
-from test_cli import RESULT, interrupt, invoke, said
+from test_cli import RESULT, error_lines, interrupt, invoke
 
 import whet.tune
 from whet.commands import _memory
@@ -29,7 +29,8 @@ def test_a_closed_or_full_stream_is_no_traceback(command, stream, code, line):
 
 def test_a_prompt_from_a_closed_input_is_one_line():
     done = subprocess.run(["sh", "-c", f"{shlex.quote(sys.executable)} -m whet generate - <&-"], capture_output=True, text=True)
-    assert (done.returncode, done.stderr) == (1, "whet: generate: standard input is closed; give the prompt itself, not -\n")
+    assert done.returncode == 1 and done.stderr.startswith("whet: generate: standard input is closed")
+    assert done.stderr.count("\n") == 1
 
 
 @pytest.fixture
@@ -45,7 +46,7 @@ def test_records_that_cannot_be_written_are_refused_before_the_work(command, fol
     monkeypatch.setattr("whet.worker.Worker.start", lambda self: pytest.fail("a process was started"))
     result = invoke(*command.split(), "--records", folder)
     assert result.exit_code == 2 and result.stdout == "" and (tmp_path / "file").read_text() == "in the way"
-    assert len(said(result)) == 1 and f"--records: {folder} cannot be written" in said(result)[0]
+    assert len(error_lines(result)) == 1 and f"--records: {folder} cannot be written" in error_lines(result)[0]
 
 
 @pytest.mark.parametrize("options", [(), ("--json",)])
@@ -56,7 +57,7 @@ def test_a_record_that_could_not_be_written_after_all_is_exit_code_2(options, pl
     monkeypatch.setattr("pathlib.Path.write_text", full)
     result = invoke("optimize", "tiny-llama:tiny", *options)
     assert result.exit_code == 2 and result.stdout and "record: " not in result.stdout
-    assert len(said(result)) == 1 and "cannot be written (No space left on device); --json prints it" in said(result)[0]
+    assert len(error_lines(result)) == 1 and "No space left on device" in error_lines(result)[0]
 
 
 OTHERS = ["my notes\n", '{"name": "package"}', "[1, 2]", '{"machines": {}}', '{"format": 2', "\x00\xff"]
@@ -69,8 +70,8 @@ def test_a_file_that_is_no_lock_and_was_named_is_left_alone(text, by, planted, t
     if by == "environment":
         monkeypatch.setenv("WHET_LOCK", "notes")
     result = invoke("optimize", "tiny-llama:tiny", *(("--lock", "notes") if by == "option" else ()))
-    assert result.exit_code == 2 and len(said(result)) == 1
-    assert "notes is no lock of whet's and stays as it is" in said(result)[0]
+    assert result.exit_code == 2 and len(error_lines(result)) == 1
+    assert "notes is no lock" in error_lines(result)[0]
     assert (tmp_path / "notes").read_text() == text and not list(tmp_path.glob("*.bad*"))
 
 
@@ -84,34 +85,35 @@ def test_locks_whole_damaged_empty_or_absent_are_taken(planted, tmp_path):
 
 
 def test_a_stopped_optimize_says_what_is_in_its_lock_and_nothing_else(monkeypatch, tmp_path):
-    monkeypatch.setattr("whet.plans.record_calls", lambda *_: [])
+    monkeypatch.setattr("whet.subjects.BuiltIn.calls", lambda *_: [])
     monkeypatch.setattr("whet.plans.Tuning", interrupt)
     stopped = lambda: invoke("optimize", "tiny-llama:tiny", "--lock", "my.lock")  # noqa: E731
     assert stopped().exit_code == 130
-    assert said(stopped()) == ["whet: stopped; nothing of this run is in my.lock yet"] and not (tmp_path / "my.lock").exists()
+    (line,) = error_lines(stopped())
+    assert "nothing of this run is in my.lock" in line and not (tmp_path / "my.lock").exists()
 
     def saved(calls, lock, **_):
         whet.tune.save_decoder(lock, "a decoder", {"ok": True, "why": ""})
         raise KeyboardInterrupt
 
     monkeypatch.setattr("whet.plans.Tuning", saved)
-    line = "whet: stopped; what was tuned so far is kept in my.lock, and the next run goes on from there"
-    assert said(stopped()) == [line] and "a decoder" in Lock.read(tmp_path / "my.lock").decoders
+    (line,) = error_lines(stopped())
+    assert "kept in my.lock" in line and "a decoder" in Lock.read(tmp_path / "my.lock").decoders
     monkeypatch.setattr("whet.plans.Tuning", interrupt)
-    assert said(stopped()) == ["whet: stopped; nothing of this run is in my.lock yet"], "what it holds is of the run before"
+    (line,) = error_lines(stopped())
+    assert "nothing of this run is in my.lock" in line, "what it holds is of the run before"
 
 
 def test_tf32_is_refused_where_there_is_no_gpu(planted, monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     result = invoke("optimize", "tiny-llama:tiny", "--precision", "tf32")
-    assert result.exit_code == 2 and said(result) == [
-        "whet: optimize: --precision tf32 needs a GPU, and there is none here; use float32 or bfloat16"
-    ]
+    assert result.exit_code == 2 and len(error_lines(result)) == 1
+    assert "--precision tf32 needs a GPU" in error_lines(result)[0] and "float32 or bfloat16" in error_lines(result)[0]
 
 
 def test_counters_name_themselves_in_what_they_refuse():
-    assert said(invoke("counters", "nosuch"))[0].startswith("whet: counters: unknown op 'nosuch'; there are ")
-    assert said(invoke("counters", "rms_norm", "--shapes", "tall"))[0].startswith("whet: counters: a shape of rms_norm is ")
+    assert error_lines(invoke("counters", "nosuch"))[0].startswith("whet: counters: unknown op 'nosuch'")
+    assert error_lines(invoke("counters", "rms_norm", "--shapes", "tall"))[0].startswith("whet: counters: a shape of rms_norm")
 
 
 def test_a_model_too_large_for_the_memory_is_refused_with_the_figures(monkeypatch):
@@ -119,10 +121,9 @@ def test_a_model_too_large_for_the_memory_is_refused_with_the_figures(monkeypatc
     monkeypatch.setattr("whet.plans.best_plan", lambda *_: pytest.fail("it was begun"))
     monkeypatch.setattr(_memory, "free_bytes", lambda device: 20 * 2**30)
     result = invoke("optimize", "qwen3:8b")
-    assert result.exit_code == 2 and said(result) == [
-        "whet: optimize: qwen3:8b has 8.19 billion parameters; weights, gradients, optimizer and float64 oracle of its plans "
-        "take at least 763 GiB, and 20.0 GiB are free on the CPU; qwen3:tiny fits"
-    ]
+    assert result.exit_code == 2 and len(error_lines(result)) == 1
+    parts = ("qwen3:8b", "8.19 billion", "763 GiB", "20.0 GiB", "CPU", "qwen3:tiny fits")
+    assert all(part in error_lines(result)[0] for part in parts)
 
 
 @pytest.mark.parametrize("target", ["tiny-llama:tiny", "qwen3:tiny"])

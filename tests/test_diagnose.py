@@ -12,7 +12,7 @@ from torch import nn
 from typer.testing import CliRunner
 
 from whet.commands import app
-from whet.diagnose import tell, whatif
+from whet.diagnose import summary, whatif
 from whet.diagnose.decode import as_decode
 from whet.diagnose.doctor import apply, diagnose, open_target, ordered
 from whet.diagnose.profile import Nest
@@ -141,10 +141,10 @@ def test_a_profile_adds_up_to_the_step():
         assert p.busy_us + p.idle_us == pytest.approx(p.step.ms * 1e3)
     assert p.under("layers").launches == sum(p.rows[k].launches for k in p.rows if k.startswith("layers"))
     assert p.rows["optimizer"].optimizer_us > 0 and p.rows["head"].backward_us > 0 and p.top(1)[0][1] > 0
-    told = tell.overview(run)
-    assert {m["path"] for m in told["modules"]} >= {"layers.*.up", "layers.*.down", "head", "optimizer"}
-    assert next(m for m in told["modules"] if m["path"] == "layers.*.up")["count"] == 2
-    assert json.dumps(told) and "slowest part is" in tell.slowest_part(run)
+    made = summary.overview(run)
+    assert {m["path"] for m in made["modules"]} >= {"layers.*.up", "layers.*.down", "head", "optimizer"}
+    assert next(m for m in made["modules"] if m["path"] == "layers.*.up")["count"] == 2
+    assert json.dumps(made) and "slowest part is" in summary.slowest_part(run)
 
 
 @pytest.mark.gpu
@@ -257,7 +257,7 @@ def test_a_decoder_of_transformers_is_told_layer_by_layer():
     pytest.importorskip("transformers")
     target = open_target(f"{ROOT}/examples/transformers_models.py:tiny_qwen3", "decode")
     run = Run(target, seconds=0.05)
-    parts = {r["part"]: r["launches"] for r in tell.per_layer(run)}
+    parts = {r["part"]: r["launches"] for r in summary.per_layer(run)}
     assert {"norm", "qkv", "attention", "output projection", "gate and up", "activation", "down", "head"} <= set(parts)
     assert sum(parts.values()) == run.profile.launches
 
@@ -270,7 +270,7 @@ def test_a_decoder_of_transformers_is_told_layer_by_layer():
     ("model.layers.7", "aten::add", "residual"), ("model.layers.0.self_attn", "aten::cat", "cache"),
 ])
 def test_the_parts_of_a_layer_are_known_by_module_and_op(module, op, part):
-    assert tell.role(module, op) == part
+    assert summary.role(module, op) == part
 
 
 def test_doctor_and_profile_tell_and_record(tmp_path):

@@ -14,8 +14,8 @@ from whet.diagnose.doctor import diagnose, open_target
 from whet.diagnose.modules import tensors_in
 from whet.diagnose.profile import profiled
 from whet.diagnose.script import run_script
+from whet.diagnose.summary import folded
 from whet.diagnose.target import CannotRun, target_of
-from whet.diagnose.tell import folded
 from whet.diagnose.watch import watch
 from whet.figures import error_line
 from whet.workload import find_loss
@@ -181,8 +181,8 @@ def test_a_step_that_cannot_be_run_again_is_no_clean_bill():
 
 def test_a_loss_that_is_not_a_number_is_valid_json():
     target = target_of("nan", (Model(lambda x: x.mean() * float("nan")), torch.randn(8, 8)))
-    told = diagnose(target, seconds=0.01, only=("severed_gradients",)).as_dict()
-    assert json.loads(json.dumps(told, allow_nan=False))["loss"] is None and told["findings"]
+    made = diagnose(target, seconds=0.01, only=("severed_gradients",)).as_dict()
+    assert json.loads(json.dumps(made, allow_nan=False))["loss"] is None and made["findings"]
 
 
 def test_on_a_cpu_no_share_of_a_step_is_above_the_whole():
@@ -191,7 +191,7 @@ def test_on_a_cpu_no_share_of_a_step_is_above_the_whole():
     assert p.busy_us <= p.step.ms * 1e3 * 1.0001 and p.busy_us + p.idle_us == pytest.approx(p.step.ms * 1e3)
 
 
-def test_a_trace_that_cannot_be_written_is_said(tmp_path):
+def test_a_trace_that_cannot_be_written_is_reported(tmp_path):
     made = "def f(): return torch.nn.Linear(2, 2), torch.ones(1, 2)\n"
     where = f"{script(tmp_path, 'import torch' + chr(10) + made)}:f"
     args = ["profile", where, "--seconds", "0.01", "--records", str(tmp_path), "--trace", "/nowhere/t.json"]
@@ -225,10 +225,10 @@ def test_a_long_error_is_cut():
     assert len(error_line(ValueError("x" * 1000))) < 300 and error_line(AssertionError()) == "AssertionError"
 
 
-def test_layers_are_told_as_one_only_where_they_are_of_one_class():
+def test_layers_are_listed_as_one_only_where_they_are_of_one_class():
     block = nn.ModuleList(nn.Sequential(nn.Linear(2, 2), nn.ReLU()) for _ in range(2))
-    told = set(folded(nn.ModuleDict({"blocks": block})).values())
-    assert told == {"", "blocks", "blocks.*", "blocks.*.0", "blocks.*.1"}
+    paths = set(folded(nn.ModuleDict({"blocks": block})).values())
+    assert paths == {"", "blocks", "blocks.*", "blocks.*.0", "blocks.*.1"}
 
 
 LOUD = HEAD.replace("nn.Linear(16, 4))", "nn.Linear(16, 4))\nnn.init.normal_(model[3].weight, std=30.0)") + """

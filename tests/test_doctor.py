@@ -52,7 +52,7 @@ SIZES = "--batch-size 2 --seq-len 128 --num-steps 3 --hidden-dim 128 --num-layer
 CAUSES = {1: "initial_loss", 2: "copies", 3: "unsynchronised_timing", 4: "custom_matmul", 5: None}
 
 
-def doctors_word(script: Path, args: str, records: Path) -> tuple[int, dict]:
+def diagnosis_of(script: Path, args: str, records: Path) -> tuple[int, dict]:
     command = [sys.executable, "-m", "whet", "doctor", str(script), "--json", "--seconds", "0.1", "--records", str(records)]
     env = os.environ | {"OMP_NUM_THREADS": "1"}
     done = subprocess.run([*command, "--args", args], capture_output=True, text=True, timeout=300, cwd=ROOT, env=env)
@@ -63,7 +63,7 @@ def doctors_word(script: Path, args: str, records: Path) -> tuple[int, dict]:
 @pytest.mark.parametrize("stage", CAUSES)
 def test_each_exercise_is_named_by_its_cause_and_the_last_is_clean(stage, tmp_path):
     (script,) = (ROOT / "exercises").glob(f"stage{stage}_*.py")
-    code, found = doctors_word(script, SIZES, tmp_path)
+    code, found = diagnosis_of(script, SIZES, tmp_path)
     assert not found["failed"], found["failed"]
     if CAUSES[stage] is None:
         assert code == 0 and not found["findings"], found["findings"][0]["cause"]
@@ -75,7 +75,7 @@ def test_each_exercise_is_named_by_its_cause_and_the_last_is_clean(stage, tmp_pa
 @pytest.mark.parametrize("stage", CAUSES)
 def test_gpu_each_exercise_at_the_seeds_sizes_is_named_by_its_cause(stage, tmp_path, device):
     (script,) = (ROOT / "exercises").glob(f"stage{stage}_*.py")
-    code, found = doctors_word(script, "--batch-size 8 --seq-len 128 --num-steps 20", tmp_path)
+    code, found = diagnosis_of(script, "--batch-size 8 --seq-len 128 --num-steps 20", tmp_path)
     assert not found["failed"], found["failed"]
     first = found["findings"][0]["check"] if found["findings"] else None
     assert first == CAUSES[stage] and code == (0 if first is None else 1), [f["cause"] for f in found["findings"]]

@@ -66,37 +66,37 @@ def test_a_failure_of_whets_own_is_one_line_and_exit_code_seventy(command, tmp_p
     monkeypatch.setattr(clinic, "open_target", crash)
     done = invoke(tmp_path, command)
     assert done.exit_code == 70 and len(done.output.strip().splitlines()) == 1
-    assert "whet itself failed at test_doctor_command.py:" in done.output and "WHET_TRACEBACK" in done.output
+    assert "test_doctor_command.py:" in done.output and "WHET_TRACEBACK" in done.output
     shown = invoke(tmp_path, command, WHET_TRACEBACK="1")
     assert shown.exit_code == 70 and "Traceback (most recent call last)" in shown.output
 
 
-def test_nothing_found_is_told_with_the_number_of_checks_and_what_they_do_not_look_at(tmp_path, device):
+def test_nothing_found_is_reported_with_the_number_of_checks_and_what_they_do_not_look_at(tmp_path, device):
     done = invoke(tmp_path, "doctor")
     fit = [c for c in discover().values() if "forward" in c.kinds and (not c.gpu or device == "cuda")]
-    assert done.exit_code == 0 and f"No problem found by {len(fit)} checks." in done.output, done.output
-    assert "Not looked at by any check: the data itself" in done.output and "clean bill" not in done.output
-    assert device == "cuda" or "what only a GPU shows (fp32_matmul, launch_bound" in " ".join(done.output.split())
+    assert done.exit_code == 0 and f"{len(fit)} checks" in done.output, done.output
+    assert "the data itself" in done.output and "clean bill" not in done.output
+    assert device == "cuda" or "fp32_matmul, launch_bound" in " ".join(done.output.split())
 
 
 def costs(**ms):
     return [Finding(check, check, [], "f", cost_ms=cost) for check, cost in ms.items()]
 
 
-@pytest.mark.parametrize("findings, told", [
-    (costs(launch_bound=90.0, attention_materialised=48.0), "come to 138% of the step"),
+@pytest.mark.parametrize("findings, words", [
+    (costs(launch_bound=90.0, attention_materialised=48.0), "138%"),
     (costs(copies=60.0, optimizer=60.0), "120%"),
-    (costs(launch_bound=40.0, copies=5.0), "they overlap"), (costs(copies=30.0, optimizer=20.0), ""),
+    (costs(launch_bound=40.0, copies=5.0), "overlap"), (costs(copies=30.0, optimizer=20.0), ""),
     (costs(launch_bound=90.0), ""),
     ([], ""),
 ])
-def test_costs_that_share_time_are_said_to_overlap(findings, told):
-    said = clinic.overlap(findings, 100.0)
-    assert told in said and bool(said) == bool(told)
+def test_costs_that_share_time_are_reported_to_overlap(findings, words):
+    sentence = clinic.overlap(findings, 100.0)
+    assert words in sentence and bool(sentence) == bool(words)
 
 
 def test_a_script_that_raises_is_reported_with_its_file_and_line(tmp_path):
     (tmp_path / "helper.py").write_text("def fail(x):\n    return {}[x]\n")
     (tmp_path / "train.py").write_text("import torch\nimport helper\n\nhelper.fail('rate')\n")
     done = CliRunner().invoke(app, ["doctor", str(tmp_path / "train.py")])
-    assert done.exit_code == 2 and "it raised KeyError: 'rate' (at helper.py:2)" in " ".join(done.output.split())
+    assert done.exit_code == 2 and "KeyError: 'rate' (at helper.py:2)" in " ".join(done.output.split())

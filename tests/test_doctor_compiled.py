@@ -7,7 +7,7 @@ from typer.testing import CliRunner
 
 from whet import ops
 from whet.commands import app
-from whet.diagnose import tell
+from whet.diagnose import summary
 from whet.diagnose.doctor import diagnose
 from whet.diagnose.profile import profiled
 from whet.diagnose.target import Target, target_of
@@ -97,7 +97,7 @@ def test_what_is_profiled_is_the_compiled_graph_and_its_ops_have_no_time_of_thei
 
 def test_a_step_without_torch_compile_has_no_compiled_op_and_no_note():
     found = diagnose(target(Two()), seconds=0.01, only=("initial_loss",))
-    assert not any(e.compiled for e in found.run.watched.events) and not tell.notes(found.run)
+    assert not any(e.compiled for e in found.run.watched.events) and not summary.notes(found.run)
 
 
 @pytest.mark.parametrize("command", ["doctor", "profile"])

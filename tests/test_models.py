@@ -23,7 +23,7 @@ from whet.models.tiny_llama import (
     main,
     train,
 )
-from whet.plans import oracle
+from whet.subjects import oracle
 from whet.verify import judge
 
 SMALL = TinyLlamaConfig(hidden=64, layers=2, heads=4, kv_heads=2, vocab=97)

@@ -23,7 +23,7 @@ from conftest import (
 )
 
 import whet.ops
-from whet.op import DTYPES, LAYOUTS, accepts, as_tuple, discover, nbytes, ours, tensors
+from whet.op import DTYPES, LAYOUTS, accepts, as_tuple, discover, nbytes, tensors
 from whet.verify import evaluate, verify, verify_case
 
 
@@ -82,7 +82,7 @@ def test_impl_is_right_or_says_why_not(op, impl, case, dtype, device):
             getattr(whet.ops, op.name)(**args, impl=impl)
         return
     verdict = verify_case(op, impl, case, dtype, device)
-    if not verdict.ok and dtype in op.impls[impl].known_inaccurate and not ours(impl):
+    if not verdict.ok and dtype in op.impls[impl].known_inaccurate and not op.ours(impl):
         pytest.xfail(f"{op.impls[impl].known_inaccurate}: {verdict.why}")
     assert verdict.ok, verdict.why
 

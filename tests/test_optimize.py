@@ -17,14 +17,16 @@ from whet.lock import Lock
 from whet.models import Recipe
 from whet.models.tiny_llama import MODEL, RECIPES, SIZES, TinyLlamaConfig
 from whet.op import Impl, discover
-from whet.plans import BEFORE, PRECISIONS, Plan, PlanRunner, best_plan, plans, record_calls
+from whet.plans import BEFORE, PRECISIONS, Plan, PlanRunner, best_plan
 from whet.race import NOISY
+from whet.subjects import BuiltIn
 from whet.verify import Verdict
 from whet.workload import in_precision
 
 SMALL = TinyLlamaConfig(hidden=32, layers=1, heads=2, kv_heads=1, vocab=31)
 RECIPE = Recipe(batch=2, seq_len=8)
 TARGET = "tiny-llama:test"
+SUBJECT = BuiltIn(MODEL, SMALL, RECIPE)
 OPS = {"rms_norm", "add_rms_norm", "rope", "swiglu", "linear_cross_entropy"}
 
 
@@ -51,7 +53,8 @@ def small(monkeypatch):
     """The tiny model with its plans that need no compilation."""
     monkeypatch.setitem(SIZES, "test", SMALL)
     monkeypatch.setitem(RECIPES, "test", RECIPE)
-    monkeypatch.setattr(whet.plans, "plans", lambda model: [p for p in plans(model) if not p.compiled])
+    every = BuiltIn.plans
+    monkeypatch.setattr(BuiltIn, "plans", lambda self: [p for p in every(self) if not p.compiled])
 
 
 @pytest.fixture
@@ -77,7 +80,7 @@ def named(result: dict) -> dict[str, dict]:
 
 def test_every_plan_is_in_the_result_timed_or_with_its_reason(first):
     found = named(first[0])
-    assert {BEFORE, *(p.name for p in plans(MODEL))} <= set(found)
+    assert {BEFORE, *(p.name for p in SUBJECT.plans())} <= set(found)
     for plan in found.values():
         assert plan["ok"] or plan["why"], plan
         if plan["ok"]:
@@ -86,7 +89,7 @@ def test_every_plan_is_in_the_result_timed_or_with_its_reason(first):
             assert plan["vs_best_low"] <= plan["vs_best"] <= plan["vs_best_high"] and plan["speedup"] > 0
         if plan["ok"] and plan["name"] != BEFORE:
             assert 0 <= plan["share"] <= 1 and plan["before_ms"] > 0
-    assert all(found[p.name]["ok"] for p in plans(MODEL)), {n: p["why"] for n, p in found.items()}
+    assert all(found[p.name]["ok"] for p in SUBJECT.plans()), {n: p["why"] for n, p in found.items()}
 
 
 def test_the_chosen_plan_is_verified_and_no_other_is_clearly_faster(first):
@@ -233,7 +236,7 @@ def test_wrong_arguments_are_answered_with_the_choices():
 
 def test_calls_are_recorded_at_the_precision_asked_for(device):
     def dtypes(precision):
-        calls = record_calls(MODEL, SMALL, RECIPE, device, precision)
+        calls = BuiltIn(MODEL, SMALL, RECIPE, device=device).calls(precision)
         assert {call.op for call, _ in calls} == OPS and all(call.grad for call, _ in calls)
         return {call.op: call.dtype for call, _ in calls}
 
@@ -297,9 +300,9 @@ def test_every_plan_is_tried_under_a_graph_too_and_a_compiled_one_is_built_once(
     monkeypatch.setattr(whet.plans, "PlanRunner", Counted)
     monkeypatch.setattr(whet.plans, "Graph", Replay)
     monkeypatch.setattr(torch, "compile", lambda module, **_: module)
-    trial = whet.plans.Trial(MODEL, SMALL, RECIPE, "float32", 0.02)
+    trial = whet.plans.Trial(SUBJECT, "float32", 0.02)
     trial.graphs, trial.choices = True, {mode: Choices() for mode in ("eager", "graph", "compile")}
-    todo = plans(MODEL)
+    todo = SUBJECT.plans()
     trial.prepare_early(todo)
     assert list(trial.ready) == ["torch.compile"]
     for plan in todo:
@@ -307,9 +310,9 @@ def test_every_plan_is_tried_under_a_graph_too_and_a_compiled_one_is_built_once(
     assert len(trial.entered) == 2 * len(todo), "all wait in memory for the race"
     trial.heat()
     results = list(trial.results.values())
-    assert [r["name"] for r in results] == [n for p in todo for n in (p.name, p.name + " + CUDA graph")]
-    assert all(r["ok"] and r["ms"] > 0 and r["ready_s"] >= 0 for r in results), [r["why"] for r in results]
-    assert [r["graph"] for r in results] == [False, True] * len(todo)
+    assert [r.name for r in results] == [n for p in todo for n in (p.name, p.name + " + CUDA graph")]
+    assert all(r.ok and r.timing.ms > 0 and r.ready_s >= 0 for r in results), [r.why for r in results]
+    assert [r.plan.graph for r in results] == [False, True] * len(todo)
     assert {n: built.count(n) for n in built if n != BEFORE} == {
         "eager": 1, "eager + CUDA graph": 1, "eager + choices": 1, "eager + choices + CUDA graph": 1,
         "torch.compile": 1, "torch.compile + choices": 1,
@@ -323,9 +326,9 @@ def test_a_plan_that_cannot_be_captured_keeps_its_uncaptured_result(monkeypatch)
 
     monkeypatch.setattr(whet.plans, "Graph", refuse)
     monkeypatch.setattr(torch, "compile", lambda module, **_: module)
-    trial = whet.plans.Trial(MODEL, SMALL, RECIPE, "float32", 0.02)
+    trial = whet.plans.Trial(SUBJECT, "float32", 0.02)
     trial.graphs = True
-    for plan in [p for p in plans(MODEL) if p.choices == "stock"]:
+    for plan in [p for p in SUBJECT.plans() if p.choices == "stock"]:
         trial.run(plan)
         plain, graphed = (trial.results[plan.name + end] for end in ("", " + CUDA graph"))
-        assert plain["ok"] and not graphed["ok"] and "not permitted when stream is capturing" in graphed["why"]
+        assert plain.ok and not graphed.ok and "not permitted when stream is capturing" in graphed.why

@@ -10,8 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from whet.report.cells import aligned, breakable, table
-from whet.report.page import page, template, view
+from whet.report.cells import aligned, breakable
+from whet.report.page import page, view
 from whet.report.roofline import Point, box, overlap, plot
 
 ROOT = Path(__file__).parent.parent
@@ -163,7 +163,7 @@ def test_optimize_says_how_much_faster_with_what():
     assert f"{m['speedup']:.2f} times as fast" in made.text and m["chosen"] in made.text
     assert len([a for a in made.all("tr") if a.get("class") == "marked"]) >= 1
     none = m | {"chosen": "before: plain eager", "speedup": 1.0}
-    assert "No plan is faster than the model as it stands" in Page(page(kept | {"measured": none})).text
+    assert "No plan is faster" in Page(page(kept | {"measured": none})).text
 
 
 @pytest.mark.parametrize("path", [None, *RECORDS], ids=lambda p: p.stem if p else "full")
@@ -205,7 +205,7 @@ def test_findings_keep_their_order_and_the_wrong_one_is_marked():
 
 def test_no_findings_is_said_and_not_looked_is_not():
     clean = Page(page(record(diagnosis(findings=[], checks=13, unseen="the data")))).text
-    assert "No problem found by 13 checks." in clean and "Not looked at by any check: the data." in clean
+    assert "No problem found by 13 checks." in clean and "any check: the data." in clean
     assert "No problem found" not in Page(page(record({"target": "x"}))).text
 
 
@@ -224,7 +224,7 @@ def test_many_layers_of_one_kind_share_a_row_that_unfolds():
     assert [(b["count"], b["members"]) for b in folded] == [(8, [])]
 
 
-def test_sums_of_phases_are_told_only_where_rows_do_not_hold_each_other():
+def test_sums_of_phases_are_shown_only_where_no_row_counts_anothers_work():
     data = diagnosis()
     assert "optimizer 14.2 ms" in view(record(data))["breakdown"]["sums"]
     assert view(record(data | {"busy_ms": data["busy_ms"] / 2}))["breakdown"]["sums"] == ""
@@ -236,17 +236,53 @@ def test_bars_never_leave_their_box():
     assert all(sum(width for _, width, _ in b["widths"]) <= 100.1 for b in rows) and made["idle"]["width"] <= 100
 
 
+def texts_of(p: dict) -> list[tuple[str, list[tuple]]]:
+    """Every text of a plot with the boxes that it fills."""
+    ticks = [(text, [box(at, p["bottom"] + 10, text, "middle")]) for _, text, at in p["x_ticks"]]
+    ticks += [(text, [box(p["left"] - 5, y, text, "end")]) for y, text in p["y_ticks"]]
+    middle = (p["top"] + p["bottom"]) / 2
+    axes = [("across", [box((p["left"] + p["right"]) / 2, p["height"] - 10, "flops per byte", "middle")])]
+    axes += [("up", [(2, middle - 25, 12, middle + 25)])]
+    return [*p["texts"], *ticks, *axes]
+
+
+def check_texts(p: dict) -> None:
+    """No text covers another or a point, and none leaves the picture."""
+    texts = texts_of(p)
+    places = {m["number"]: (m["x"] - m["r"], m["y"] - m["r"], m["x"] + m["r"], m["y"] + m["r"]) for m in p["marks"]}
+    for i, (text, boxes) in enumerate(texts):
+        others = [(name, b) for name, more in texts[i + 1:] for b in more] + list(places.items())
+        assert not [(text, name) for name, other in others for b in boxes if overlap(b, other)]
+        assert all(b[0] >= 0 and b[1] >= 0 and b[2] <= p["width"] and b[3] <= p["height"] for b in boxes), text
+    assert len(p["texts"]) == 1 + len(p["names"]) + len(p["marks"]), "each has its text"
+    labels = [*p["names"], *(m["label"] for m in p["marks"])]
+    drawn = {t["text"]: box(t["x"], t["y"] - 4, t["text"], t.get("anchor", "end")) for t in labels}
+    assert all(boxes == [pytest.approx(drawn[text], abs=0.2)] for text, boxes in p["texts"] if text in drawn)
+
+
 @pytest.mark.parametrize("width, named", [(1000, True), (330, False)], ids=["wide", "narrow"])
-def test_roofline_labels_stay_inside_and_off_one_another(width, named):
+def test_roofline_texts_stay_inside_and_off_one_another(width, named):
     points = [Point(f"layers.*.part_{i} x24", 1.0 + i, 100 + 30 * (i % 7), 200 + 9 * i, 0.4, "compute") for i in range(10)]
     made = plot(points, CEILINGS, width, 480, named)
-    boxes = [box(m["label"]["x"], m["label"]["to_y"], m["label"]["text"], m["label"]["anchor"]) for m in made["marks"]]
-    boxes += [box(n["x"], n["y"] - 4, n["text"], "end") for n in made["names"]]
-    pairs = [(a, b) for i, a in enumerate(boxes) for b in boxes[i + 1:]]
-    assert not [pair for pair in pairs if overlap(*pair)]
-    assert all(b[0] >= 0 and b[2] <= width for b in boxes)
+    check_texts(made)
     places = [(m["x"], m["y"]) for m in made["marks"]]
     assert all(made["left"] <= x <= made["right"] and made["top"] <= y <= made["bottom"] for x, y in places)
+
+
+@pytest.mark.parametrize("path", RECORDS, ids=lambda p: p.stem)
+def test_roofline_texts_of_every_record_are_clear_of_one_another(path):
+    found = view(json.loads(path.read_text()))["roofline"]
+    for _, drawn in found["plots"] if found else []:
+        check_texts(drawn)
+
+
+def test_the_text_check_sees_a_label_that_is_moved_onto_another():
+    points = [Point("a", 1.0, 10.0, 5.0, None, "memory"), Point("b", 1.0, 20.0, 9.0, None, "memory")]
+    made = plot(points, CEILINGS, 330, 340, False)
+    check_texts(made)
+    made["texts"][-1] = (made["texts"][-1][0], made["texts"][-2][1])
+    with pytest.raises(AssertionError):
+        check_texts(made)
 
 
 def test_roofline_roofs_meet_at_the_ridge():
@@ -263,9 +299,13 @@ def test_figures_of_a_column_share_their_decimals():
     assert aligned([None, 0.0]) == ["-", "0"] and aligned([]) == []
 
 
-def test_table_leaves_out_a_column_that_says_nothing():
-    made = table("name|#ms|note", [["a", 1.0, ""], ["b", None, ""]])
-    assert [c["name"] for c in made["columns"]] == ["name", "ms"] and table("name|#ms", []) is None
+def test_every_table_scrolls_and_shows_at_its_edge_that_it_goes_on():
+    """The covers lie on the table (local) and the shades on its frame (scroll), so a shade shows where there is more."""
+    text = page(record(diagnosis()))
+    assert text.count("<table") == text.count('<div class="scroll"') > 3
+    rule = re.search(r"\.scroll \{(.*?)\}", text, re.S)[1]
+    assert "overflow-x: auto" in rule and "background-attachment: local, local, scroll, scroll" in rule
+    assert rule.count("linear-gradient") == 4 and rule.count("var(--shade)") == 2
 
 
 def test_long_names_may_break_and_short_ones_may_not():
@@ -288,7 +328,7 @@ def contrast(a: str, b: str) -> float:
 @pytest.mark.parametrize("scheme", ["light", "dark"])
 def test_colours_have_the_contrast_that_wcag_asks_for(scheme):
     """4.5 for text, 3 for what is drawn."""
-    light, dark = Path(template().filename).read_text().split("prefers-color-scheme: dark", 1)
+    light, dark = (ROOT / "whet" / "report" / "page.html.j2").read_text().split("prefers-color-scheme: dark", 1)
     colours = dict(re.findall(r"--(\w+): (#[0-9a-f]{6})", light if scheme == "light" else dark))
     for text in ("text", "muted", "link"):
         assert contrast(colours[text], colours["back"]) >= 4.5 and contrast(colours[text], colours["card"]) >= 4.5, text

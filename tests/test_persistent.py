@@ -210,15 +210,15 @@ def test_what_is_not_a_number_is_seen(built, quant):
 
 def test_a_model_that_does_not_fit_is_told_why():
     whole = lambda **change: qwen3.Qwen3(dataclasses.replace(SMALL, **change), device="meta", dtype=torch.bfloat16)  # noqa: E731
-    assert persistent.unfit(whole()) is None
-    assert "bfloat16, got float32" in persistent.unfit(qwen3.Qwen3(SMALL, device="meta"))
-    assert "multiples of 1024, got hidden 512" in persistent.unfit(whole(hidden=512))
-    assert "heads must be of 128" in persistent.unfit(whole(head_dim=64))
-    assert "sliding window" in persistent.unfit(whole(window=64))
+    assert persistent.model_refused(whole()) is None
+    assert "bfloat16, got float32" in persistent.model_refused(qwen3.Qwen3(SMALL, device="meta"))
+    assert "multiples of 1024, got hidden 512" in persistent.model_refused(whole(hidden=512))
+    assert "heads must be of 128" in persistent.model_refused(whole(head_dim=64))
+    assert "sliding window" in persistent.model_refused(whole(window=64))
     apart = whole(layers=1)
     apart.layers[0].o.data = torch.nn.Parameter(apart.layers[0].o.data.t())
-    assert "must be contiguous" in persistent.unfit(apart)
-    assert "int8 or int4, got fp8" in persistent.unfit(weights(dataclasses.replace(SMALL, layers=1), "fp8"))
+    assert "must be contiguous" in persistent.model_refused(apart)
+    assert "int8 or int4, got fp8" in persistent.model_refused(weights(dataclasses.replace(SMALL, layers=1), "fp8"))
     with pytest.raises(ValueError, match="persistent kernel does not fit"):
         persistent.Persistent(weights(SMALL))
     with pytest.raises(ValueError, match="path must be one of auto, graph, persistent"):
@@ -274,9 +274,9 @@ def test_a_kernel_that_is_still_compiled_is_not_ready():
     steps = ("step", 1, 64, "greedy")
     assert runner.persistent is None and runner.ready(steps)  # plain calls, on a CPU
     runner.persistent = types.SimpleNamespace(kernel=None)  # to load it, or to wait, would fail
-    assert runner.alone(1, "greedy") and not runner.ready(steps)
+    assert runner.persistent_serves(1, "greedy") and not runner.ready(steps)
     runner.persistent.kernel = object()
-    assert runner.ready(steps) and not runner.alone(2, "greedy") and not runner.alone(1, "sampled")
+    assert runner.ready(steps) and not runner.persistent_serves(2, "greedy") and not runner.persistent_serves(1, "sampled")
 
 
 def test_compiled_code_is_kept(tmp_path, monkeypatch):
@@ -294,7 +294,7 @@ def big(device, quant=None, **change):
 @pytest.fixture
 def able(device):
     """A GPU that can run it."""
-    if why := persistent.unable(torch.device(device)):
+    if why := persistent.device_refused(torch.device(device)):
         pytest.skip(why)
     return device
 

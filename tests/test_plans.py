@@ -1,15 +1,19 @@
 """How plans are ranked: raced together, in groups where memory is short, kept as they were where noise leaves it open."""
 
-from dataclasses import asdict, replace
+import json
+from dataclasses import replace
+from pathlib import Path
 
 import pytest
 
 import whet.plans
 from whet.measure import Race
 from whet.models.tiny_llama import MODEL
-from whet.plans import BEFORE, Plan, Trial, conclude, distrusted
-from whet.race import NOISY, TIED, race_outcome, timing
+from whet.plans import BEFORE, Plan, PlanResult, Trial, conclude, distrusted
+from whet.race import NOISY, TIED, Ratio, race_outcome, timing
+from whet.subjects import BuiltIn
 
+ROOT = Path(__file__).parent.parent
 STOCK, TUNED, COMPILED = Plan("", "v", "stock"), Plan("", "v", "tuned"), Plan("", "v", "tuned", compiled=True)
 
 
@@ -27,22 +31,22 @@ class Held(Trial):
     """Plans without a model: each takes a given time, and memory holds so many of them beside the plain one."""
 
     def __init__(self, most: int = 99):
-        self.config, self.recipe, self.seconds, self.most = MODEL.sizes["tiny"], MODEL.recipes["tiny"], 0.02, most
+        self.subject, self.seconds, self.most = BuiltIn(MODEL, MODEL.sizes["tiny"], MODEL.recipes["tiny"]), 0.02, most
         self.results, self.entered, self.heats, self.wrong = {}, {}, [], set()
-        self.before_result = {"name": BEFORE, "ok": True, "why": "", "speedup": 1.0}
+        self.before_result = PlanResult(self.subject.before(), ok=True, speedup=1.0)
         self.before = type("Step", (), {"step": staticmethod(lambda: None)})
 
     def enter(self, name: str, plan: Plan = STOCK, why: str = "") -> None:
-        self.results[name] = {"name": name, "ok": not why, "why": why, "share": 0.5} | asdict(replace(plan, name=name))
+        self.results[name] = PlanResult(replace(plan, name=name), ok=not why, why=why, share=0.5)
         if not why:
             self.entered[name] = lambda: None
         else:
             self.wrong.add(name)
 
-    def _run(self, plan: Plan) -> list[dict]:
+    def _run(self, plan: Plan) -> list[PlanResult]:
         full = len(self.entered) >= self.most
         if full:
-            self.results[plan.name] = {"name": plan.name, "ok": False, "why": "out of memory"}
+            self.results[plan.name] = PlanResult(plan, why="out of memory")
         else:
             self.enter(plan.name)
         return [self.results[plan.name]]
@@ -105,8 +109,8 @@ def test_a_plan_that_dies_in_the_race_costs_its_own_candidacy():
     trial.entered["torch.compile"] = broken
     trial.heat()
     lost = trial.results["torch.compile"]
-    assert not lost["ok"] and lost["why"] == "RuntimeError: CUDA error: device-side assert" and "ms" not in lost
-    assert trial.results["eager"]["ms"] >= 0 and trial.outcome().chosen in (BEFORE, "eager")
+    assert not lost.ok and lost.why == "RuntimeError: CUDA error: device-side assert" and lost.timing is None
+    assert trial.results["eager"].timing.ms >= 0 and trial.outcome().chosen in (BEFORE, "eager")
 
 
 @pytest.mark.parametrize(
@@ -120,3 +124,18 @@ def test_choices_that_fail_in_the_whole_model_are_distrusted(failed, forgotten, 
     for name, plan in (("plain", TUNED), ("compiled", COMPILED)):
         trial.enter(name, plan, why="grad w exceeds" if name in failed else "")
     assert distrusted(list(trial.results.values()), trial.wrong) == forgotten
+
+
+def test_a_result_is_recorded_by_the_keys_that_records_have_and_what_is_unknown_is_left_out():
+    lost = PlanResult(Plan("eager", "v2", "stock"), why="out of memory").to_record()
+    assert lost == {
+        "name": "eager", "ok": False, "why": "out of memory", "variant": "v2", "choices": "stock", "compiled": False,
+        "graph": False,
+    }
+    done = PlanResult(
+        Plan("eager", "v2", "stock"), True, peak_mb=1.0, ready_s=2.0, share=0.5, timing=timing([1.0, 2.0, 3.0]),
+        samples_per_s=4.0, before_ms=5.0, speedup=6.0, ratio=Ratio(1.0, 0.9, 1.1, 3),
+    ).to_record()
+    path = next((ROOT / "records").glob("optimize-tiny-llama-small-float32.json"))
+    old = json.loads(path.read_text())["measured"]["plans"]
+    assert old[1].keys() == done.keys() and old[0].keys() <= done.keys()

@@ -8,7 +8,7 @@ import torch
 from conftest import DEVICE
 
 from whet.decode import decoded, hostile, proof
-from whet.decode.lean import faults, leaning
+from whet.decode.bias import biased_part, faults
 from whet.decode.oracle import widened
 from whet.decode.proof import ProofPart, verify_shape
 from whet.models.qwen3 import SIZES, Qwen3Config
@@ -135,23 +135,23 @@ def test_what_the_runner_decodes_is_verified_whole(monkeypatch):
 def test_a_small_fault_is_seen_by_where_the_error_leans():
     """In bfloat16 one of four heads 1% off is within the rule's budget; its direction gives it away."""
     c = dataclasses.replace(TINY, hidden=256, heads=4, kv_heads=2, head_dim=64, ffn=256, vocab=700)
-    model = hostile.dressed(c, "plain", torch.bfloat16, DEVICE, ops="eager")
+    model = hostile.model_of_family(c, "plain", torch.bfloat16, DEVICE, ops="eager")
     start = decoded.Start([20], hostile.caches(model, [20], 44, "plain"), torch.tensor([3], device=DEVICE), 24)
     tokens = torch.randint(c.vocab, (1, 24), device=DEVICE)
     wide, step = widened(model, torch.float32), torch.finfo(torch.bfloat16).eps
     again = lambda m: decoded.expected(m, start, tokens)  # noqa: E731
     wanted, eager = again(wide), again(model)
     rounded = {name: t.to(eager[name].dtype) for name, t in wanted.items()}
-    assert leaning(wide, rounded, eager, wanted, again, step) is None
+    assert biased_part(wide, rounded, eager, wanted, again, step) is None
     off = dict(faults(wide))["the output of head 2 in layer 1"]
     kept = off.clone()
     off.mul_(1.01)
     found = {name: t.to(eager[name].dtype) for name, t in again(wide).items()}
     off.copy_(kept)
     assert decoded.judge({"logits": found["logits"]}, {"logits": eager["logits"]}, {"logits": wanted["logits"]}, step).ok
-    assert "head 2 in layer 1" in leaning(wide, found, eager, wanted, again, step)
+    assert "head 2 in layer 1" in biased_part(wide, found, eager, wanted, again, step)
     rounded["keys"][0, :, 1] *= 1.01
-    assert "keys of layer 0, head 1" in leaning(wide, rounded, eager, wanted, again, step)
+    assert "keys of layer 0, head 1" in biased_part(wide, rounded, eager, wanted, again, step)
 
 
 def test_what_is_proved_covers_the_batches_and_contexts_that_choose_other_kernels():

@@ -31,7 +31,7 @@ def test_on_a_gpu_the_graph_kernels_of_a_real_width_are_accepted(fmt):
 @pytest.mark.gpu
 @pytest.mark.parametrize("fmt", FORMATS[:3])
 def test_on_a_gpu_the_persistent_kernel_of_a_real_width_is_accepted(fmt):
-    if why := persistent.unable(torch.device("cuda")):
+    if why := persistent.device_refused(torch.device("cuda")):
         pytest.skip(why)
     verdict = verify_shape(WIDE, "persistent", fmt, "cuda")
     assert verdict.ok, verdict.why
@@ -53,7 +53,7 @@ SOURCES = {
 @pytest.mark.gpu
 @pytest.mark.parametrize("fault", SOURCES)
 def test_on_a_gpu_a_wrong_persistent_kernel_is_rejected(fault, monkeypatch, tmp_path):
-    if why := persistent.unable(torch.device("cuda")):
+    if why := persistent.device_refused(torch.device("cuda")):
         pytest.skip(why)
     (old, new), right = SOURCES[fault], persistent.source()
     assert old in right

@@ -13,7 +13,7 @@ from whet.decode.load import open_model
 from whet.models import Recipe
 from whet.models._rotary import frequencies
 from whet.models.qwen3 import FAMILIES, MODEL, SIZES, VARIANTS, Qwen3, Qwen3Config, random_weights
-from whet.plans import oracle
+from whet.subjects import oracle
 from whet.verify import judge
 
 RECIPE = Recipe(batch=2, seq_len=12)

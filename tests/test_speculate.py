@@ -145,9 +145,9 @@ def test_a_stop_inside_a_burst_ends_the_text_there(looping):
 
 def test_what_it_cannot_do_is_refused(looping):
     llm = small_llm(looping, speculate="ngram")
-    with pytest.raises(ValueError, match="^speculation takes one prompt at a time, got 2; open the model without speculate$"):
+    with pytest.raises(ValueError, match="one prompt at a time, got 2"):
         llm.generate(["a", "b"])
-    with pytest.raises(ValueError, match="^speculation needs temperature 0, got 0.5; open the model without speculate$"):
+    with pytest.raises(ValueError, match="temperature 0, got 0.5"):
         llm.generate("a", temperature=0.5)
 
 

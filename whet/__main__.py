@@ -21,7 +21,7 @@ class Output(io.FileIO):
 
 
 def main() -> None:
-    if sys.stderr is None:  # 2>&-: what would be said there must not land in a file that is given its number
+    if sys.stderr is None:  # 2>&-: what would be printed there must not land in a file that is given its number
         sys.stderr = io.TextIOWrapper(io.FileIO(os.devnull, "w"), line_buffering=True)
     if sys.stdout is None:
         print("whet: standard output is closed; send it to a file, a pipe or /dev/null", file=sys.stderr)

@@ -7,14 +7,14 @@ prints the table; TRITON_INTERPRET must be off, since interpreted kernels cannot
 
 import argparse
 import contextlib
+import hashlib
 import json
 import os
 import re
-import subprocess
 import sys
 import tempfile
 from collections.abc import Iterator
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, astuple, dataclass, replace
 from pathlib import Path
 from unittest import mock
 
@@ -27,6 +27,7 @@ from triton.experimental.gluon._runtime import GluonASTSource
 from triton.runtime.jit import JITFunction, create_function_from_signature
 
 from whet import machine
+from whet.child import run_to_end
 from whet.op import DTYPES, Op, as_tuple, discover
 from whet.ops._pdl import pdl
 
@@ -35,6 +36,7 @@ TARGETS = {
     "sm_100": GPUTarget("cuda", 100, 32), "gfx942": GPUTarget("hip", "gfx942", 64),
 }
 CAPABILITY = {"sm_90": (9, 0), "sm_80": (8, 0), "sm_100": (10, 0), "gfx942": None}
+PTXAS_LIMIT_S = 600.0
 SHARED_LIMIT = {"sm_80": 166912, "sm_90": 232448, "sm_100": 232448, "gfx942": 65536}  # bytes one program may take
 
 
@@ -138,10 +140,34 @@ def specialise(launch: Launch, target: GPUTarget) -> tuple[ASTSource, dict]:
     return source(fn, signature, constexprs, attrs), parsed.__dict__
 
 
-def identity(launch: Launch) -> str:
-    """What makes two launches the same kernel."""
-    source, options = specialise(launch, TARGETS["sm_90"])
-    return f"{launch.kernel} {source.hash()} {sorted((k, str(v)) for k, v in options.items())}"
+def identity(launch: Launch, target: str = "sm_90") -> str:
+    """What makes two launches the same kernel on a target: the source with all it calls, its arguments' types, the options."""
+    source, options = specialise(launch, TARGETS[target])
+    said = sorted((k, str(v)) for k, v in options.items() if k != "extern_libs")  # paths, which differ where Triton lies
+    return f"{launch.kernel} {source.hash()} {said}"
+
+
+class Known:
+    """What kernels take as compiled before, by a hash of their identity and of Triton's version: no need to compile them again.
+
+    Whatever is edited has another hash, and is compiled. `used` is what this run met, known or not.
+    """
+
+    def __init__(self, path: Path | None):
+        self.path = path
+        self.kernels: dict[str, list[int]] = json.loads(path.read_text()) if path and path.exists() else {}
+        self.used: dict[str, list[int]] = {}
+
+    def compiled(self, launch: Launch, target: str) -> Compiled:
+        key = hashlib.sha256(f"{triton.__version__} {target} {identity(launch, target)}".encode()).hexdigest()[:20]
+        if key not in self.kernels:
+            self.kernels[key] = list(astuple(compile_for(launch, target)))
+        self.used[key] = self.kernels[key]
+        return Compiled(*self.used[key])
+
+    def save(self) -> None:
+        assert self.path
+        self.path.write_text("{\n" + ",\n".join(f'"{k}": {json.dumps(v)}' for k, v in sorted(self.used.items())) + "\n}\n")
 
 
 def compile_for(launch: Launch, target: str) -> Compiled:
@@ -158,7 +184,10 @@ def _read_ptxas(ptx: str, arch: int) -> tuple[int, int]:
         Path(folder, "kernel.ptx").write_text(ptx)
         name = sm_arch_from_capability(arch)
         command = [get_ptxas(arch).path, "-v", f"--gpu-name={name}", "kernel.ptx", "-o", "kernel.cubin"]
-        log = subprocess.run(command, cwd=folder, capture_output=True, text=True, check=True).stderr
+        done = run_to_end(command, PTXAS_LIMIT_S, cwd=folder)
+        if done.fault:
+            raise RuntimeError(f"ptxas for {name}: {done.fault}")
+        log = done.stderr
     spills = sum(int(n) for n in re.findall(r"(\d+) bytes spill stores", log))
     return max(int(n) for n in re.findall(r"Used (\d+) registers", log)), spills
 
@@ -220,11 +249,11 @@ def tiles(op: Op, impl: str, case: dict, target: str) -> list[str]:
         return [f"{impl}@{tile}" for tile in op.impls[impl].tiles(**args)]
 
 
-def row(launch: Launch, target: str, allowed: str) -> CompiledKernel:
+def row(launch: Launch, target: str, allowed: str, known: Known | None = None) -> CompiledKernel:
     """Compile and judge: a failure, spills on sm_90 without a stated reason, or too much shared memory is a problem."""
     head = (launch.op, launch.impl, launch.kernel, launch.case, launch.dtype, launch.config, target)
     try:
-        c = compile_for(launch, target)
+        c = (known or Known(None)).compiled(launch, target)
     except Exception as e:  # whatever a compiler throws is this row's problem, not the table's
         return CompiledKernel(*head, 0, 0, 0, f"does not compile: {(str(e).strip() or type(e).__name__).splitlines()[-1]}")
     problem = ""
@@ -235,7 +264,7 @@ def row(launch: Launch, target: str, allowed: str) -> CompiledKernel:
     return CompiledKernel(*head, c.registers, c.spills, c.shared, problem)
 
 
-def check(names: list[str], progress) -> list[CompiledKernel]:
+def check(names: list[str], progress, known: Known | None = None) -> list[CompiledKernel]:
     """The rows of the named ops (all when none is named), `progress(done, total, text)` after each compile."""
     ops = discover()
     if unknown := set(names) - set(ops):
@@ -247,7 +276,7 @@ def check(names: list[str], progress) -> list[CompiledKernel]:
                 work += [(launch, target, impl.spills) for launch, target in wanted(op, name, seen)]
     rows = []
     for i, (launch, target, allowed) in enumerate(work, 1):
-        rows.append(row(launch, target, allowed))
+        rows.append(row(launch, target, allowed, known))
         progress(i, len(work), f"{launch.op} {launch.kernel} {target}")
     return rows
 
@@ -273,14 +302,21 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("ops", nargs="*", metavar="OP", help="ops to compile (default: all)")
     parser.add_argument("--json", action="store_true", help="rows as JSON instead of a table")
     parser.add_argument("--out", type=Path, help="write there (default: print)")
+    parser.add_argument("--known", type=Path, help="a file of kernels compiled before: these are not compiled again")
+    parser.add_argument("--update", action="store_true", help="write to that file what this run met")
     options = parser.parse_args(argv)
+    if options.update and (not options.known or options.ops):
+        parser.error("--update needs --known FILE, and all ops")
     if os.environ.get("TRITON_INTERPRET") == "1":
         parser.error("TRITON_INTERPRET must be off: interpreted kernels cannot be compiled")
     try:
-        rows = check(options.ops, show)
+        known = Known(options.known)
+        rows = check(options.ops, show, known)
     except ValueError as e:
         parser.error(str(e))
     text = json.dumps([asdict(r) for r in rows]) if options.json else table(rows)
+    if options.update:
+        known.save()
     if options.out:
         options.out.write_text(text + "\n")
     else:

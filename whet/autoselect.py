@@ -16,7 +16,7 @@ import torch
 
 from whet import machine
 from whet.lock import Lock
-from whet.op import DTYPES, Call, discover, ours
+from whet.op import DTYPES, Call, discover
 from whet.tune import modes_here, tune
 
 MANUAL = {  # batch, length, width
@@ -61,7 +61,7 @@ def _benchmark(what: str, call: Call, mode: str | None, lock: Lock | None) -> di
     (entry,) = tune([(call, 1)], lock, modes=(mode,), bucket=False).entries.values()
     candidates: dict[str, dict] = entry["candidates"]
     stock = {n: c["ms"] for n, c in candidates.items() if n in ("eager", "torch") and "ms" in c}
-    kernel = candidates[entry["chosen"] if ours(entry["chosen"]) else "triton"]
+    kernel = candidates[entry["chosen"] if op.ours(entry["chosen"]) else "triton"]
     pytorch, triton = min(stock.values(), default=None), kernel.get("ms")
     if triton is None:
         reason = kernel["why"] or "kernels are only interpreted on this machine, never timed"
@@ -70,7 +70,7 @@ def _benchmark(what: str, call: Call, mode: str | None, lock: Lock | None) -> di
     return {
         "op": what, "mode": mode, "pytorch_ms": pytorch, "triton_ms": triton,
         "speedup": pytorch / triton if pytorch and triton else None,
-        "use_triton": ours(entry["chosen"]), "chosen": entry["chosen"],
+        "use_triton": op.ours(entry["chosen"]), "chosen": entry["chosen"],
         "verified": kernel["ok"], "reason": reason,
         "candidates": {n: {"ms": c.get("ms"), "ok": c["ok"], "why": c["why"]} for n, c in candidates.items()},
     }
@@ -129,7 +129,7 @@ def auto_select_kernels(config: Any) -> Any:
 
 
 def _check(config: Any, wanted: list[str]) -> None:
-    """Every wrong size is said under the config's own name for it, before anything is measured."""
+    """Every wrong size is reported under the config's own name for it, before anything is measured."""
     _sizes(batch_size=config.batch_size, max_seq_len=config.max_seq_len, d_model=config.d_model)
     if "use_triton_rotary" in wanted:
         _sizes(n_heads=config.n_heads)

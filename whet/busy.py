@@ -17,7 +17,7 @@ def cores() -> set[int]:
 
 
 def ticks() -> tuple[int, int] | None:
-    """(ticks in all, ticks that were idle) of these cores since the system began; None where that is not told."""
+    """(ticks in all, ticks that were idle) of these cores since the system began; None where the system does not report it."""
     mine = {f"cpu{n}" for n in cores()}
     try:
         lines = [line.split() for line in Path("/proc/stat").read_text().splitlines() if line.startswith("cpu")]
@@ -38,7 +38,7 @@ class Watch:
     def __init__(self) -> None:
         self.before, self.own = ticks(), own_ticks()
 
-    def crowded(self) -> str:
+    def other_load(self) -> str:
         """One phrase where others took cores that this process has threads for; empty where they did not."""
         after, here = ticks(), len(cores())
         if self.before is None or after is None:
@@ -52,13 +52,13 @@ class Watch:
         return f"other work took {others:.1f} of {here} cores" if others > here - threads + SHARE else ""
 
 
-def told(watch: Watch, spreads: list[float], clocks: tuple[float | None, float | None] = (None, None)) -> str:
-    """Everything that speaks for a busy machine, as one line; empty for a quiet one.
+def describe(watch: Watch, spreads: list[float], clocks: tuple[float | None, float | None] = (None, None)) -> str:
+    """Every sign of a busy machine, as one line; empty for a quiet one.
 
     spreads  each candidate's distance between its quartiles, as a share of its median
     clocks   the GPU's clock before and after, MHz
     """
-    found = [phrase] if (phrase := watch.crowded()) else []
+    found = [phrase] if (phrase := watch.other_load()) else []
     middle = sorted(spreads)[len(spreads) // 2] if spreads else 0.0
     if middle > WIDE:
         found.append(f"times vary by {100 * middle:.0f}% between their quartiles")

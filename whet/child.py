@@ -1,4 +1,7 @@
-"""A process that answers questions, one JSON object per line each way. Whatever becomes of it, the asker is told in time."""
+"""Other processes: one that answers questions, one JSON object per line each way, and a command that runs to its end.
+
+Whatever becomes of them, the caller learns of it in time, in one line, and nothing of them is left.
+"""
 
 import contextlib
 import json
@@ -7,7 +10,9 @@ import queue
 import signal
 import subprocess
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
 
 from whet.isolation import descendants
 
@@ -25,6 +30,76 @@ class Lost(Exception):
     def __init__(self, reason: str, hung: bool = False):
         super().__init__(reason)
         self.hung = hung
+
+
+def kill_group(pid: int) -> None:
+    """End the process that leads a session of its own, and whatever it started."""
+    for child in descendants(pid):  # those that left the group
+        with contextlib.suppress(OSError):
+            os.kill(child, signal.SIGKILL)
+    with contextlib.suppress(OSError):
+        os.killpg(pid, signal.SIGKILL)
+
+
+def last_line(text: str) -> str:
+    """The last line that says something, cut where it is long."""
+    return ([line.strip() for line in text.splitlines() if line.strip()] or [""])[-1][:300]
+
+
+def how_it_ended(code: int) -> str:
+    return f"signal {-code}" if code < 0 else f"exit {code}"
+
+
+@dataclass(frozen=True)
+class Ended:
+    """A command that ran to its end: its exit code, negative for a signal, and what it printed."""
+
+    code: int
+    stdout: str
+    stderr: str
+
+    @property
+    def fault(self) -> str:
+        """Nothing, or what went wrong in one line: the last that it said."""
+        return (last_line(self.stderr) or how_it_ended(self.code)) if self.code else ""
+
+
+running: set[subprocess.Popen] = set()
+
+
+def run_to_end(
+    command: list[str], limit_s: float | None = None, given: str = "", env: Mapping[str, str] | None = None,
+    cwd: str | Path | None = None,
+) -> Ended:
+    """Run a command to its end. Raises Lost if it cannot be started or takes longer than limit_s.
+
+    given   what it reads on standard input
+    """
+    pipe = subprocess.PIPE
+    try:
+        process = subprocess.Popen(
+            command, stdin=pipe, stdout=pipe, stderr=pipe, text=True, errors="replace", env=env, cwd=cwd, start_new_session=True
+        )
+    except OSError as e:
+        raise Lost(f"{command[0]} cannot be started ({e.strerror})") from None
+    with process:
+        running.add(process)
+        try:
+            stdout, stderr = process.communicate(given, limit_s)
+        except BaseException as e:  # it is late, or Ctrl-C: then it is the parent's to end it
+            kill_group(process.pid)
+            if isinstance(e, subprocess.TimeoutExpired):
+                raise Lost(f"took longer than {limit_s:g} s", hung=True) from None
+            raise
+        finally:
+            running.discard(process)
+    return Ended(process.returncode, stdout, stderr)
+
+
+def stop_running() -> None:
+    """End every command that other threads are running: Ctrl-C reaches only the main one."""
+    for process in list(running):
+        kill_group(process.pid)
 
 
 class Child:
@@ -71,16 +146,9 @@ class Child:
         """When the process is over, so is what it started, before its number can belong to another."""
         with contextlib.suppress(ChildProcessError):
             os.waitid(os.P_PID, self.process.pid, os.WEXITED | os.WNOWAIT)
-            self._kill()
-        self.reader.join(1.0)  # what it said last counts, unless a process that got away holds the pipe
+            kill_group(self.process.pid)
+        self.reader.join(1.0)  # what it printed last counts, unless a process that got away holds the pipe
         self.lines.put(None)
-
-    def _kill(self) -> None:
-        for pid in descendants(self.process.pid):  # those that left the group
-            with contextlib.suppress(OSError):
-                os.kill(pid, signal.SIGKILL)
-        with contextlib.suppress(OSError):
-            os.killpg(self.process.pid, signal.SIGKILL)
 
     def ask(self, limit_s: float, request: dict) -> dict:
         """The child's answer to a request. Raises Lost if it dies, takes longer than limit_s, or says what is no answer."""
@@ -126,13 +194,12 @@ class Child:
             self.stop()
             return Lost("closed the pipe of its answers, or wrote without an end")
         self.stop()
-        said = [line.strip() for line in self.tail.decode(errors="replace").splitlines() if line.strip()][-1:] or ["no message"]
-        return Lost(f"the process died ({f'signal {-code}' if code < 0 else f'exit {code}'}): {said[0][:200]}")
+        return Lost(f"the process died ({how_it_ended(code)}): {last_line(self.tail.decode(errors='replace')) or 'no message'}")
 
     def stop(self) -> None:
         """End the process and whatever it started."""
         if self.process.returncode is None:
-            self._kill()
+            kill_group(self.process.pid)
             self.process.wait()
         for thread, pipe in ((self.reader, self.process.stdout), (self.listener, self.process.stderr)):
             thread.join(1.0)

@@ -1,13 +1,16 @@
 """Which candidate serves which call. Models are handed a Choices and ask it for every op: `ops.rms_norm(x, w, eps)`."""
 
+import ast
 import contextlib
+import functools
 import inspect
+import itertools
 from collections.abc import Callable, Iterator, Mapping
 from typing import cast
 
 import torch
 
-from whet.op import SIMPLICITY, Call, Impl, Op, autocast_of, base, discover, error
+from whet.op import Call, Impl, Op, autocast_of, base, discover
 
 
 class Choices:
@@ -21,8 +24,9 @@ class Choices:
     def __init__(
         self, table: Mapping[str, str] | None = None, default: str | None = None, evidence: Mapping[str, dict] | None = None
     ):
-        if default is not None and base(default) not in SIMPLICITY:
-            raise ValueError(f"Choices: default must be None or one of {list(SIMPLICITY)}, got {default!r}")
+        known = dict.fromkeys(name for op in discover().values() for name in op.impls)
+        if default is not None and base(default) not in known:
+            raise ValueError(f"Choices: default must be None or an impl of some op, one of {list(known)}, got {default!r}")
         self.table = dict(table or {})
         self.default = default
         self.evidence = dict(evidence or {})
@@ -68,42 +72,68 @@ def evidence_of(entries: Mapping[str, dict], mode: str, table: Mapping[str, str]
     return {k: {f: e[f] for f in facts if f in e} for k, e in found.items() if e.get("chosen") == table[k]}
 
 
-def chosen(op: Op, choices: Choices) -> Callable:
-    """One op through one Choices, as a function written out for the op's own arguments.
+_made = itertools.count()
+
+
+def chosen(op: Op, choices: Choices | None) -> Callable:
+    """One op through one Choices, or through those that are current, as a function written out for the op's own arguments.
 
     The first call of a shape looks the impl up and checks the arguments; later ones cost one dictionary look-up. The
-    key is spelled out per argument rather than looped over, which halves a call.
+    key is spelled out per argument rather than looped over: a record of `whet bench` has what a call of rms_norm costs so,
+    `dispatch_us`, and looped over, `dispatch_plain_us`; an op of more arguments saves more.
     """
     parameters = op.signature.parameters
     absent = {name: op.unavailable(name) for name in op.impls}
+    mark = str(next(_made))  # a guard of torch.compile's: other Choices, another graph
+
+    def pick(mark: str, case: str, dtype: str, grad: bool) -> str:
+        return (current() if choices is None else choices).pick(op, Call(op.name, ast.literal_eval(case), dtype, grad))
+
+    # As torch.compiler.assume_constant_result marks it, less its import of dynamo: asked while tracing, baked into the graph.
+    pick._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
     def resolve(*args):
         given = dict(zip(parameters, args))
         bound = given if torch.compiler.is_compiling() else op.plain(given)
         if reason := op.unfit(bound):
             raise error(op.name, "auto", reason)
-        picked = choices.pick(op, op.call(bound))
+        call = op.call(bound)
+        picked = pick(mark, call.text, call.dtype, call.grad)
+        why: dict[str, str] = {}
         # A choice tuned for another layout or device, or a tile of another version, gives way; it never fails.
-        for name in (picked, base(picked), op.stock, "eager", *op.impls):
-            if absent[base(name)] is None and op.misfits(name, bound) is None:
-                return op.run(name) if bound is given or all(bound[k] is v for k, v in given.items()) else plainly(op, name)
-        reasons = (f"{name}: {absent[name] or op.misfits(name, bound)}" for name in op.impls)
-        raise error(op.name, "auto", f"no impl takes these arguments ({'; '.join(reasons)})")
-
-    def refused(*args) -> ValueError | None:
-        try:
-            resolve(*args)
-        except ValueError as refusal:
-            return refusal
-        return None
+        for name in (base(picked), op.stock, "eager", *op.impls):
+            if name in why:
+                continue
+            if reason := absent[name] or op.refused(name, bound):
+                why[name] = reason
+                continue
+            name = picked if name == base(picked) and not op.unknown_tile(picked, bound) else name
+            return op.run(name) if bound is given or all(bound[k] is v for k, v in given.items()) else plainly(op, name)
+        reasons = "; ".join(f"{name}: {why[name]}" for name in op.impls)
+        raise error(op.name, "auto", f"no impl takes these arguments ({reasons})")
 
     scope = dict(
-        defaults={n: p.default for n, p in parameters.items()}, Tensor=torch.Tensor, fast=choices._memory(),
-        grad_enabled=torch.is_grad_enabled, dynamo_compiling=torch.compiler.is_dynamo_compiling, compiler=torch.compiler,
-        resolve=resolve, refused=refused, any_autocast=torch._C._is_any_autocast_enabled, autocast_of=autocast_of,
+        defaults={n: p.default for n, p in parameters.items()}, Tensor=torch.Tensor,
+        fast={} if choices is None else choices._memory(), grad_enabled=torch.is_grad_enabled,
+        dynamo_compiling=torch.compiler.is_dynamo_compiling, compiler=torch.compiler,
+        resolve=resolve, refused=functools.partial(refusal, resolve),
+        any_autocast=torch._C._is_any_autocast_enabled, autocast_of=autocast_of,
     )
     exec(_written_out(op), scope)
     return cast(Callable, scope[op.name])
+
+
+def refusal(resolve: Callable, *args) -> ValueError | None:
+    """What is wrong with the arguments of a call that failed, or None where they are not what is wrong."""
+    try:
+        resolve(*args)
+    except ValueError as reason:
+        return reason
+    return None
+
+
+def error(op: str, impl: str, reason: str) -> ValueError:
+    return ValueError(f"{op}[{impl}]: {reason}")
 
 
 def plainly(op: Op, name: str) -> Callable:
@@ -120,7 +150,7 @@ def _written_out(op: Op) -> str:
     """The source of `chosen`'s function. fast is emptied when an option that never repeats, such as a position, fills it.
 
     The key holds what the checks ask of an argument, its class too: 1, True and numpy's 1.0 are equal. An error of a call
-    that was not checked anew is the arguments' if they are of a wrong kind: the key does not tell a sparse tensor's strides.
+    that was not checked anew is the arguments' if they are of a wrong kind: the key does not hold a sparse tensor's strides.
     """
     first = next(iter(op.signature.parameters))
     key, given = ["grad_enabled()", f"{first}.device", f"any_autocast() and autocast_of({first})"], []
@@ -191,21 +221,6 @@ def current() -> Choices:
     return _active[-1]
 
 
-def _tuned(key: str, bucket: str) -> str:
-    return current().table.get(key) or current().table.get(bucket) or current().default or ""
-
-
-_tuned._dynamo_marked_constant = True  # type: ignore[attr-defined]  # torch.compiler.assume_constant_result, less its import of dynamo
-
-
-class Traced(Choices):
-    """current(), as torch.compile can trace it: asked once per call while tracing, the answer is baked into the graph."""
-
-    def pick(self, op: Op, call: Call) -> str:
-        found = _tuned(call.key, call.bucketed(op).key)
-        return found if base(found) in op.impls else op.stock
-
-
 @contextlib.contextmanager
 def use(choices: Choices) -> Iterator[Choices]:
     """Within the block, impl="auto" asks these choices."""
@@ -226,7 +241,7 @@ def implied(impl: Impl) -> str:
 def public(op: Op):
     """The documented function of an op: the reference's arguments, plus impl."""
 
-    traced = chosen(op, Traced.__new__(Traced))
+    traced = chosen(op, None)
     absent = {name: op.unavailable(name) for name in op.impls}
     names = tuple(op.signature.parameters)
     defaults = {n: p.default for n, p in op.signature.parameters.items() if not required(p)}

@@ -2,11 +2,12 @@
 
 import json
 import os
-import subprocess
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
+
+from whet.child import run_to_end
 
 ROOT = Path(__file__).parent.parent
 FOLDER = ROOT / "exercises"
@@ -30,7 +31,7 @@ STAGES = {
 
 
 def chosen(stage: int | str) -> list[int]:
-    """The numbers that a user's word stands for: 1 to 5, or all."""
+    """The stages that an argument names: 1 to 5, or all."""
     if stage == "all":
         return list(STAGES)
     if str(stage).isdecimal() and int(stage) in STAGES:
@@ -66,10 +67,7 @@ def run(
 def measured(path: Path, flags: list[str]) -> dict:
     """What the script prints with --json; what it says of a fault is raised in one line."""
     known = os.pathsep.join(filter(None, (str(ROOT), os.environ.get("PYTHONPATH"))))
-    done = subprocess.run(
-        [sys.executable, str(path), *flags, "--json"], env=os.environ | {"PYTHONPATH": known}, capture_output=True, text=True
-    )
-    if done.returncode:
-        said = [line for line in done.stderr.splitlines() if line.strip()]
-        raise ValueError(f"exercise: {path.name}: {said[-1] if said else f'exit code {done.returncode}'}")
+    done = run_to_end([sys.executable, str(path), *flags, "--json"], env=os.environ | {"PYTHONPATH": known})
+    if done.fault:
+        raise ValueError(f"exercise: {path.name}: {done.fault}")
     return json.loads(done.stdout.splitlines()[-1])

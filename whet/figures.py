@@ -30,6 +30,6 @@ def ms(value: float | None) -> str:
 
 def error_line(e: BaseException) -> str:
     """'ValueError: what it says', in one line, and that cut where it is long."""
-    said = next((line.strip() for line in str(e).splitlines() if line.strip()), "")
-    said = f"{said[:LONG]}..." if len(said) > LONG else said
-    return f"{type(e).__name__}: {said}" if said else type(e).__name__
+    message = next((line.strip() for line in str(e).splitlines() if line.strip()), "")
+    message = f"{message[:LONG]}..." if len(message) > LONG else message
+    return f"{type(e).__name__}: {message}" if message else type(e).__name__

@@ -48,7 +48,7 @@ class Setting:
 
 
 def _precision(backend: str, op: str) -> Setting:
-    """Who sets "highest" and then sets back what there was leaves "ieee" where nothing had been said, which is the same."""
+    """Who sets "highest" and then sets back what there was leaves "ieee" where nothing had been set, which is the same."""
     get, put = torch._C._get_fp32_precision_getter, torch._C._set_fp32_precision_setter
     same = ("none", "ieee")
     return Setting("float32 precision", lambda: get(backend, op), lambda value: put(backend, op, value), same)

@@ -105,10 +105,10 @@ def compare(
     return tightest
 
 
-def usual_errors(held: list[tuple[dict, dict]]) -> dict[str, dict]:
+def usual_errors(draws: list[tuple[dict, dict]]) -> dict[str, dict]:
     """{result: {norm: largest share of its size by which eager errs}} over several (eager, oracle)."""
     found: dict[str, dict] = {}
-    for eager, oracle in held:
+    for eager, oracle in draws:
         for name, o in oracle.items():
             if o is not None and o.is_floating_point() and o.numel() and eager[name] is not None:
                 error = torch.nan_to_num(eager[name].double() - o, posinf=0.0, neginf=0.0)
@@ -127,8 +127,8 @@ def same_kinds(a: torch.Tensor, e: torch.Tensor, o: torch.Tensor, leaks: str) ->
 
     What the dtype cannot hold is infinite in it. Where eager overflows, a candidate may, too.
     """
-    held = o.to(e.dtype)
-    finite = torch.isfinite(held)
+    rounded = o.to(e.dtype)
+    finite = torch.isfinite(rounded)
     if leaks:
         if o.dim() > 1:  # within a row that is no number somewhere, what is left of the others is anyone's choice
             finite = finite & finite.all(-1, keepdim=True)
@@ -137,7 +137,7 @@ def same_kinds(a: torch.Tensor, e: torch.Tensor, o: torch.Tensor, leaks: str) ->
             return finite, f"has {bad.sum().item()} elements that are no numbers where no input of theirs is one"
         return finite & torch.isfinite(a), ""
     agree = torch.isfinite(a) == finite
-    agree &= finite | (a == held) | (torch.isnan(a) & torch.isnan(held))  # the same infinity, or NaN for NaN
+    agree &= finite | (a == rounded) | (torch.isnan(a) & torch.isnan(rounded))  # the same infinity, or NaN for NaN
     agree |= ~torch.isfinite(e) & finite
     agree |= torch.isfinite(o) & (o.abs() > 0.99 * torch.finfo(e.dtype).max)  # at the edge of the range either is right
     return finite & torch.isfinite(a), "" if agree.all() else "has non-finite or unwritten elements"
@@ -155,7 +155,7 @@ def biased(name: str, a, e, o, beside: Mapping, factor: float, step: float, quan
         for axis in (None, *(d for d in range(o.dim()) if o.numel() // max(1, o.shape[d]) >= FEWEST and o.shape[d] > 1)):
             if axis is None and o.numel() < FEWEST:
                 continue
-            if found := leaning(a, e, o, b, axis, factor, half, quantum):
+            if found := slope_beyond(a, e, o, b, axis, factor, half, quantum):
                 i, error, budget = found
                 return regular(name, base, "everywhere" if axis is None else f"at index {i} of axis {axis}", error, budget)
     for k in beside:
@@ -165,7 +165,7 @@ def biased(name: str, a, e, o, beside: Mapping, factor: float, step: float, quan
         order = bases[k].flatten().argsort()[: o.numel() // groups * groups].view(groups, -1)
         a_, e_, o_ = (t.flatten()[order] for t in (a, e, o))
         for base in ("itself", "a constant"):
-            if found := leaning(a_, e_, o_, bases[base].flatten()[order], 0, factor, half, quantum):
+            if found := slope_beyond(a_, e_, o_, bases[base].flatten()[order], 0, factor, half, quantum):
                 i, error, budget = found
                 ends = bases[k].flatten()[order[i][[0, -1]]].tolist()
                 return regular(name, base, f"where {k} is from {ends[0]:.3g} to {ends[1]:.3g}", error, budget)
@@ -177,8 +177,8 @@ def regular(name: str, base: str, where: str, error: float, budget: float) -> Ve
     return Verdict(False, error, budget, why)
 
 
-def leaning(a, e, o, b, axis: int | None, factor: float, half: float, quantum: float) -> tuple[int, float, float] | None:
-    """None, or where the error of a leans most towards b, by how much, and how much may be."""
+def slope_beyond(a, e, o, b, axis: int | None, factor: float, half: float, quantum: float) -> tuple[int, float, float] | None:
+    """None, or where the error of a is most biased towards b, its slope there, and the slope allowed."""
     got, noise, scale = slopes(a - o, b, o, axis, half, quantum)
     usual, usual_noise, _ = slopes(e - o, b, o, axis, half, quantum)
     z = math.sqrt(2 * math.log(max(1, got.numel()) / CHANCE))

@@ -84,11 +84,11 @@ def memoryless(t: torch.Tensor) -> str | None:
 
 def expected(kind: str) -> str:
     """A kind as a message says it: "None or an int of at least 1"."""
-    def said(one: str) -> str:
+    def describe(one: str) -> str:
         what, _, least = one.partition(" >= ")
         return WORDS.get(what, what) + (f" of at least {least}" if least else "")
 
-    parts = ", ".join(said(one) for one in kind.split(" | ")).split(", ")
+    parts = ", ".join(describe(one) for one in kind.split(" | ")).split(", ")
     return " or ".join([", ".join(parts[:-1]), parts[-1]] if parts[1:] else parts)
 
 

@@ -79,7 +79,7 @@ def load(path: Path) -> tuple[dict | None, str]:
 
 
 def salvage(text: str) -> dict:
-    """What is whole in a file that is no longer JSON, found by how render() lays it out. Checksums tell whether it is right."""
+    """What is whole in a file that is no longer JSON, found by how render() lays it out. Checksums show whether it is right."""
     machines: dict[str, dict] = {}
     who = section = ""
     for found in re.finditer(r'^( {2,4})("(?:[^"\\\n]|\\.)*"): (\{(?:\n {5}.*)*\n {4}\})?', text, re.M):
@@ -259,7 +259,7 @@ class Lock:
 
     @classmethod
     def read(cls, path: str | Path | None = None) -> "Lock":
-        """The lock at path (default $WHET_LOCK, else ./whet.lock). What cannot be used is left out, and said in a line."""
+        """The lock at path (default $WHET_LOCK, else ./whet.lock). What cannot be used is left out, and reported in a line."""
         lock = cls(lock_path(path))
         assert lock.path
         try:
@@ -276,7 +276,7 @@ class Lock:
         return lock
 
     def _check(self, part: object, written: object, broken: str) -> dict[str, Checked]:
-        """This machine's part of a file, section by section. What is wrong with it is said."""
+        """This machine's part of a file, section by section. What is wrong with it is reported."""
         who, fields = machine.this_machine().key, part if isinstance(part, dict) else {}
         checked = {section: check(who, section, fields.get(section)) for section in FAULTS}
         bad = {key: why for c in checked.values() for key, why in c.bad.items()}

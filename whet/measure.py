@@ -8,6 +8,7 @@ CPU     wall clock around the call; says nothing about a GPU
 import contextlib
 import functools
 import gc
+import operator
 import os
 import random
 import statistics
@@ -34,7 +35,7 @@ SCREEN_ROUNDS = 100  # and at most so many rounds
 EARLY_LOOKS = (3, 5)  # rounds after which those that are slower by a wide margin need run no more
 LIMIT = 4.0  # times the time given: when a race that is not settled ends,
 LATE_ROUNDS, LIMIT_S = 80, 60.0  # but not before so many rounds or seconds,
-MOST_ROUNDS = 400  # and never after so many rounds
+MAX_ROUNDS = 400  # and never after so many rounds
 LEAST_MS = 1e-6  # what a run takes at least, so that ratios of times have a meaning whatever the clock's steps
 SLEEP_CYCLES = 2_000_000  # about a millisecond
 
@@ -129,7 +130,7 @@ def race(
     def late() -> bool:
         spent = now() - began
         long = spent > LIMIT * given and (turns.rounds >= LATE_ROUNDS or spent > LIMIT_S)
-        return turns.rounds >= MOST_ROUNDS or (turns.rounds >= fewest(len(left) - 1) and long)
+        return turns.rounds >= MAX_ROUNDS or (turns.rounds >= fewest(len(left) - 1) and long)
 
     def look() -> Outcome:
         found = race_outcome(turns.times(), keep)
@@ -148,7 +149,7 @@ def race(
             turns.run(left)
     timings = turns.timings()
     spreads = [(t.high - t.low) / t.ms for t in timings.values() if t.ms]
-    return Race(timings, found, busy.told(watch, spreads, (clock, sm_mhz())), turns.times())
+    return Race(timings, found, busy.describe(watch, spreads, (clock, sm_mhz())), turns.times())
 
 
 def sm_mhz() -> float | None:
@@ -278,26 +279,47 @@ def _measure_ceilings() -> Ceilings:
         mm = functools.partial(torch._scaled_mm, a, b.t(), scale_a=one, scale_b=one, out_dtype=torch.bfloat16)
         tflops["float8_e4m3fn"] = round(2 * side**3 / least_ms(mm) / 1e9, 2)
     spreads = [(t.high - t.low) / t.ms for t in taken]
-    return Ceilings(round(copy_gbs, 1), tflops, busy.told(watch, [max(spreads)]))
+    return Ceilings(round(copy_gbs, 1), tflops, busy.describe(watch, [max(spreads)]))
 
 
-def dispatch_us(calls: int = 200, turns: int = 25) -> float:
-    """Host time per call that asking Choices adds to calling an impl directly: the best of many turns of each."""
-    op, choices = discover()["rms_norm"], Choices(default="torch")
-    x, w = torch.randn(8, 64, device=machine.this_machine().device), torch.ones(64, device=machine.this_machine().device)
+def dispatch_us(calls: int = 200, turns: int = 25) -> dict[str, float]:
+    """Host time per call that asking Choices adds to calling an impl directly: the best of many turns of each.
 
-    def best(run: Callable) -> float:
-        if x.is_cuda:
+    dispatch_us        through the function that Choices writes out for the op's arguments
+    dispatch_plain_us  through a plain loop over the arguments: what the writing out saves is the difference
+    """
+    op, choices, device = discover()["rms_norm"], Choices(default="torch"), machine.this_machine().device
+    direct, args = op.impls["torch"].run, (torch.randn(8, 64, device=device), torch.ones(64, device=device), 1e-6)
+
+    def once(run: Callable) -> float:
+        if device == "cuda":
             torch.cuda.synchronize()  # an empty launch queue, so that no call waits for room in it
         before = time.perf_counter()
         for _ in range(calls):
-            run(x, w, 1e-6)
+            run(*args)
         return time.perf_counter() - before
 
     with torch.no_grad():
-        choices.rms_norm(x, w, 1e-6)
-        pairs = [(best(choices.rms_norm), best(op.impls["torch"].run)) for _ in range(turns)]
-    return round((min(t for t, _ in pairs) - min(d for _, d in pairs)) / calls * 1e6, 3)
+        ways = (choices.rms_norm, looped(direct), direct)
+        choices.rms_norm(*args)
+        written, plain, least = (min(times) for times in zip(*[[once(run) for run in ways] for _ in range(turns)]))
+    added = {"dispatch_us": written, "dispatch_plain_us": plain}
+    return {name: round((seconds - least) / calls * 1e6, 3) for name, seconds in added.items()}
+
+
+def looped(run: Callable) -> Callable:
+    """The look-up of choices.chosen as a loop over the arguments, less its defaults, options and errors."""
+    fast: dict = {}
+    facts = operator.attrgetter("__class__", "device", "shape", "dtype", "requires_grad")
+
+    def function(*args):
+        if torch.compiler.is_dynamo_compiling() or torch.compiler._is_compiling_flag:
+            return run(*args)
+        of = [(facts(a), a.stride()) if isinstance(a, torch.Tensor) else (a.__class__, a) for a in args]
+        key = (torch.is_grad_enabled(), torch._C._is_any_autocast_enabled(), *of)
+        return fast.setdefault(key, run)(*args)
+
+    return function
 
 
 class Stopwatch:

@@ -3,7 +3,6 @@
 import csv
 import json
 import shutil
-import subprocess
 import sys
 import tempfile
 from dataclasses import asdict
@@ -12,8 +11,10 @@ from pathlib import Path
 import torch
 
 from whet import machine
+from whet.child import Lost, run_to_end
+from whet.choices import error
 from whet.measure import stepper
-from whet.op import DTYPES, Call, discover, error
+from whet.op import DTYPES, Call, discover
 
 LIMIT_S = 300.0
 ACTIVE, ELAPSED = "avg.pct_of_peak_sustained_active", "avg.pct_of_peak_sustained_elapsed"
@@ -54,14 +55,14 @@ def read(call: Call, impl: str) -> list[dict]:
         output = ["--page", "raw", "--csv", "--print-units", "base", "--log-file", str(log)]
         command = [ncu, *asked, *output, sys.executable, "-c", start, json.dumps(asdict(call)), impl]
         try:
-            done = subprocess.run(command, capture_output=True, text=True, timeout=LIMIT_S)
-        except subprocess.TimeoutExpired:
-            raise ValueError(f"counters: {impl} took longer than {LIMIT_S:.0f} s under ncu") from None
+            done = run_to_end(command, LIMIT_S)
+        except Lost as e:
+            raise ValueError(f"counters: {impl} under ncu: {e}") from None
         written = log.read_text() if log.exists() else ""
         rows = parse(written)
         if not rows:
-            said = [line for line in (*written.splitlines(), *done.stderr.splitlines()) if "ERROR" in line or "Error" in line]
-            raise ValueError(f"counters: ncu read no kernel of {impl}: {(said or ['it gave no reason'])[-1].strip()[:200]}")
+            errors = [line for line in (*written.splitlines(), *done.stderr.splitlines()) if "ERROR" in line or "Error" in line]
+            raise ValueError(f"counters: ncu read no kernel of {impl}: {(errors or ['it gave no reason'])[-1].strip()[:200]}")
     return rows
 
 
@@ -82,11 +83,11 @@ def row_of(values: dict[str, str]) -> dict:
 
     units = {name: number(metric) for name, metric in UNITS.items()}
     stalls = {s: number(STALL.format(s)) for s in STALLS}
-    told = sorted(((n, s) for s, n in stalls.items() if n), reverse=True)
+    largest = sorted(((n, s) for s, n in stalls.items() if n), reverse=True)
     return {
         "kernel": values.get("Kernel Name", "?"), **{name: number(*given) for name, given in SIZES.items()}, **units,
         "busiest": max((n, u) for u, n in units.items() if n is not None)[1] if any(units.values()) else None,
-        "stalls": {s: n for n, s in told[:3]},
+        "stalls": {s: n for n, s in largest[:3]},
     }
 
 

@@ -1,7 +1,7 @@
 """The contract an op file fills in. Everything downstream reads this and nothing else.
 
 An op is a mathematical function with one reference; an impl is one way to compute it. `eager` (the reference as it
-stands) and `compile` (torch.compile of it) come with every op; the file adds `torch`, `triton`, `liger` where they exist.
+stands) and `compile` (torch.compile of it) come with every op; the file adds `torch`, `triton`, `liger` or any other.
 A candidate is an impl, or one of its tile variants: "triton", "triton@64x128w4s3".
 """
 
@@ -13,6 +13,7 @@ import math
 import pkgutil
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
+from enum import IntEnum
 from typing import Any
 
 import torch
@@ -20,10 +21,6 @@ import torch
 from whet import machine
 from whet.kinds import kinds_of, memoryless, plain, wrong
 
-SIMPLICITY = (  # a tie keeps the earlier: another package comes last
-    "eager", "torch", "sdpa_flash", "sdpa_efficient", "sdpa_cudnn", "compile", "flex",
-    "triton", "triton_fused_bwd", "triton_cudnn_bwd", "triton_fp8", "liger",
-)
 DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16, "float64": torch.float64}
 DTYPE_NAMES = {v: k for k, v in DTYPES.items()}
 
@@ -50,8 +47,16 @@ def untiled(*args, **kwargs) -> tuple[str, ...]:
     return ()
 
 
+class Rank(IntEnum):
+    """How simple an impl is: a tie keeps the lower, and of equal ones the one that its op lists earlier."""
+
+    FORMULA, STOCK, COMPILED, KERNEL, PACKAGE = range(5)  # reference, PyTorch's calls, torch.compile, whet's own, a package's
+
+
 @dataclass(frozen=True)
 class Impl:
+    """One way to compute an op. Of rank, ours and words, those that are left out follow from needs."""
+
     run: Callable  # the reference's arguments, the reference's results
     refuses: Callable[..., str | None] = accepts  # None, or the one sentence that says why these inputs cannot run
     needs: str = "torch"  # "torch", "triton", "cudnn" (with Triton, on a GPU alone), or the name of a package
@@ -63,6 +68,17 @@ class Impl:
     caveat: str = ""  # what a stock call does that verifying its inputs' layouts cannot show, for the docs; a GPU test shows it
     implies: Mapping = field(default_factory=dict)  # arguments that naming this impl sets, where they are not given
     tiles: Callable[..., tuple[str, ...]] = untiled  # variants to try beside the default: run(..., tile=one of them)
+    rank: int = -1  # smaller is simpler, and wins a tie
+    ours: bool | None = None  # a kernel of whet's own; all others can be had without it
+    words: str = ""  # what it is, in a phrase for the docs
+
+    def __post_init__(self):
+        kernel = self.needs in ("triton", "cudnn")
+        rank = Rank.STOCK if self.needs == "torch" else Rank.KERNEL if kernel else Rank.PACKAGE
+        words = {Rank.STOCK: "stock PyTorch calls", Rank.KERNEL: "whet's own kernel"}
+        object.__setattr__(self, "rank", rank if self.rank < 0 else self.rank)
+        object.__setattr__(self, "ours", kernel if self.ours is None else self.ours)
+        object.__setattr__(self, "words", self.words or words.get(rank, f"the kernel of the package `{self.needs}`"))
 
 
 @dataclass(frozen=True)
@@ -79,6 +95,11 @@ class Call:
         sizes = " ".join(f"{k}={v}" for k, v in self.case.items())
         return f"{self.op} {sizes} {self.dtype} {'fwd+bwd' if self.grad else 'fwd'}"
 
+    @property
+    def text(self) -> str:
+        """The case as a Python literal: text is a constant to torch.compile."""
+        return "{" + ", ".join([f"{k!r}: {v!r}" for k, v in self.case.items()]) + "}"
+
     def bucketed(self, op: "Op") -> "Call":
         """Dynamic sizes rounded up to a power of two, so that a new length meets a result already measured."""
         def rounded(k, v):
@@ -90,11 +111,6 @@ class Call:
 def base(name: str) -> str:
     """The impl of a candidate: "triton@64x128w4s3" -> "triton"."""
     return name.partition("@")[0]
-
-
-def ours(name: str) -> bool:
-    """Whether a candidate is a kernel of whet's own; all others can be had without it."""
-    return name.startswith("triton")
 
 
 def whole(case: dict) -> dict:
@@ -148,9 +164,11 @@ class Op:
     def __post_init__(self):
         object.__setattr__(self, "kinds", kinds_of(self.reference, self.kinds))
         every = {"eager": Impl(self.reference), "compile": Impl(compiled(self.reference))} | self.impls
-        if unknown := set(every) - set(SIMPLICITY):
-            raise ValueError(f"{self.name}: impl names must be among {SIMPLICITY}, got {sorted(unknown)}")
-        object.__setattr__(self, "impls", {name: every[name] for name in SIMPLICITY if name in every})
+        every["eager"] = replace(every["eager"], rank=Rank.FORMULA, words="the reference as it stands")
+        every["compile"] = replace(every["compile"], rank=Rank.COMPILED, words="torch.compile of the reference")
+        if bad := [name for name in every if name == "auto" or not name.isidentifier()]:
+            raise ValueError(f"{self.name}: an impl's name must be an identifier other than 'auto', got {bad}")
+        object.__setattr__(self, "impls", dict(sorted(every.items(), key=lambda item: item[1].rank)))
 
     @functools.cached_property
     def signature(self) -> inspect.Signature:
@@ -175,6 +193,10 @@ class Op:
         if not isinstance(name, str) or base(name) not in self.impls:
             raise ValueError(f"{self.name}: impl must be 'auto' or one of {list(self.impls)}, got {name!r}")
         return self.impls[base(name)]
+
+    def ours(self, name: str) -> bool:
+        """Whether a candidate is a kernel of whet's own. One of an older version, in a record, is not known as such."""
+        return base(name) in self.impls and bool(self.impls[base(name)].ours)
 
     def run(self, name: str) -> Callable:
         """What runs a candidate. Plain enough for torch.compile to trace."""
@@ -217,10 +239,12 @@ class Op:
         return None
 
     def misfits(self, name: str, args: dict) -> str | None:
-        """None, or why this impl cannot serve these arguments, wherever it runs. Plain enough for torch.compile to trace."""
-        impl, tile = self.impls[base(name)], name.partition("@")[2]
-        if reason := self.unfit(args):
-            return reason
+        """None, or why this candidate cannot serve these arguments, wherever it runs. torch.compile traces it."""
+        return self.unfit(args) or self.refused(base(name), args) or self.unknown_tile(name, args)
+
+    def refused(self, name: str, args: dict) -> str | None:
+        """None, or why this impl cannot serve arguments that fit the op: the one place where a call asks `refuses`."""
+        impl = self.impls[name]
         for t in tensors(args) if impl.needs != "torch" else ():
             if reason := memoryless(t):
                 return reason
@@ -231,10 +255,14 @@ class Op:
         for k in self.mutates:
             if args[k].requires_grad and torch.is_grad_enabled():
                 return f"{k} is changed in place and must not ask for a gradient; detach it, or call under torch.no_grad()"
+        return None
+
+    def unknown_tile(self, name: str, args: dict) -> str | None:
+        """None, or that a candidate's tile is none of those that its impl has for these arguments."""
         if "@" not in name:
             return None
-        call = self.call(args)
-        known = tiles_of(self.name, base(name), call.dtype, ", ".join([f"{k!r}: {v!r}" for k, v in call.case.items()]))
+        tile, call = name.partition("@")[2], self.call(args)
+        known = tiles_of(self.name, base(name), call.dtype, call.text)
         if tile in known:
             return None
         return f"the tile must be one of {list(known)} for these arguments, got {tile!r}" if known else (
@@ -278,10 +306,6 @@ def compiled(reference: Callable) -> Callable:
         return build()(*args, **options)
 
     return run
-
-
-def error(op: str, impl: str, reason: str) -> ValueError:
-    return ValueError(f"{op}[{impl}]: {reason}")
 
 
 def autocast_of(t: torch.Tensor) -> torch.dtype | None:
@@ -366,8 +390,8 @@ def discover() -> dict[str, Op]:
 
 
 def tiles_of(op: str, impl: str, dtype: str, case: str) -> tuple[str, ...]:
-    """An impl's tiles for a case, written out: text is a constant to torch.compile, which then need not trace `tiles`."""
-    found, sizes = discover()[op], ast.literal_eval(f"{{{case}}}")
+    """An impl's tiles for a case, written out, so that torch.compile need not trace `tiles`."""
+    found, sizes = discover()[op], ast.literal_eval(case)
     return found.impls[impl].tiles(**found.inputs(dtype=DTYPES[dtype], device="meta", **sizes))
 
 

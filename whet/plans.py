@@ -19,110 +19,101 @@ from whet.graphs import Graph
 from whet.lock import Lock
 from whet.machine import commit
 from whet.measure import Race, memory_allocated, now, race
-from whet.models import Model, Recipe, find
 from whet.op import Call
-from whet.race import Outcome, Ratio, decide, paired, through
-from whet.torch_ops import own_code
+from whet.race import Outcome, Ratio, Timing, decide, paired, through
+from whet.subjects import BEFORE, Plan, Subject, subject_of
 from whet.tune import Tuning, entries_of, forget, modes_here, reduced_note, save_plans
 from whet.verify import judge
-from whet.workload import PRECISIONS, ROUNDING, Workload
+from whet.workload import PRECISIONS
 
-BEFORE = "before: plain eager"
 OUT_OF_MEMORY = "out of memory"
 ROOM = 1.2  # times the most memory that a plan took: what must be free for the next one beside those that wait for the race
 
 
-@dataclass(frozen=True)
-class Plan:
-    name: str
-    variant: str  # which of the model's forms
-    choices: str  # "eager" (plain formulas), "stock", or "tuned"
-    compiled: bool = False
-    graph: bool = False
+@dataclass
+class PlanResult:
+    """What came of a plan: verified or not and why, what it took, how long a step is, and its ratio to the fastest."""
+
+    plan: Plan
+    ok: bool = False
+    why: str = ""
+    peak_mb: float | None = None  # device memory at its highest point
+    ready_s: float | None = None  # to build, compile and warm up
+    share: float | None = None  # of the error budget that it used
+    timing: Timing | None = None
+    samples_per_s: float | None = None
+    before_ms: float | None = None  # of the plain model in the same race
+    speedup: float | None = None
+    ratio: Ratio | None = None
 
     @property
-    def mode(self) -> str:
-        """Which choices it uses: host overhead counts only where the host launches each op."""
-        return "compile" if self.compiled else "graph" if self.graph else "eager"
+    def name(self) -> str:
+        return self.plan.name
 
+    def lost(self, why: str) -> None:
+        """It is no candidate any more."""
+        self.ok, self.why = False, why
 
-def plans(model: Model) -> list[Plan]:
-    """Simplest first: a tie keeps the earlier. Each is also tried under a CUDA graph where there is a GPU."""
-    plain = [Plan("eager", model.stock, "stock"), Plan("eager + choices", model.tuned, "tuned")]
-    return plain + [Plan(p.name.replace("eager", "torch.compile"), p.variant, p.choices, compiled=True) for p in plain]
-
-
-def record_calls(model: Model, config, recipe: Recipe, device: str, precision: str) -> list[tuple[Call, int]]:
-    """The calls of one training forward."""
-    module = model.build(config, model.tuned, Choices()).to(device)
-    work = Workload(module, (), model.batch(config, recipe, device), precision=precision)
-    if bad := [n for n, p in work.model.named_parameters() if not torch.isfinite(p).all()]:
-        raise ValueError(f"{model.name}: parameter {bad[0]} has NaN or infinite values ({len(bad)} such); fix them first")
-    return work.calls()
+    def to_record(self) -> dict:
+        """As the lock and records hold it: what is not known is left out."""
+        found = {"name": self.name, "ok": self.ok, "why": self.why} | asdict(self.plan)
+        if self.timing:
+            found |= {k: v for k, v in self.timing.as_dict().items() if k != "peak_mib"}
+        if self.ratio and self.ok:
+            found |= self.ratio.as_dict()
+        facts = ((k, getattr(self, k)) for k in ("peak_mb", "ready_s", "share", "samples_per_s", "before_ms", "speedup"))
+        return found | {k: v for k, v in facts if v is not None}
 
 
 class PlanRunner:
     """One plan made real: a model with the given weights, its optimizer, and a step to call."""
 
-    def __init__(self, trial: "Trial", plan: Plan, choices: Choices, precision: str):
-        self.trial, device = trial, trial.device
-        self.weights = trial.model.adapt(trial.config, plan.variant, trial.weights)
-        module = trial.model.build(trial.config, plan.variant, choices).to(device)
-        before = plan.name == BEFORE
-        how: dict = dict(fused=None if before else True, capturable=not before and device == "cuda")
-        self.work = Workload(
-            module, (), trial.model.batch(trial.config, trial.recipe, device), precision=precision,
-            optimizer=torch.optim.AdamW(module.parameters(), lr=trial.recipe.lr, **how),
-            run=torch.compile(own_code(module.forward), dynamic=False) if plan.compiled else None,
-        )
+    def __init__(self, trial: "Trial", plan: Plan, choices: Choices | None, precision: str):
+        self.subject = trial.subject
+        self.work = self.subject.workload(plan, choices, precision)
+        self.weights = self.subject.weights(plan)
         self.restore()
-        self.step: Callable = self.work.step
+        self.step: Callable = self.work.outcome
         if plan.graph:
             self.capture()
 
     def capture(self) -> None:
         """From now on a step is the replay of one CUDA graph: forward, backward and optimizer."""
-        self.step = Graph(self.work.step)
+        self.step = Graph(self.work.outcome)
 
     @torch.no_grad()
     def restore(self) -> None:
-        for name, p in self.work.model.named_parameters():
-            p.copy_(self.weights[name])
+        model = self.work.model
+        for name, t in (*model.named_parameters(), *model.named_buffers()):
+            if name in self.weights:
+                t.copy_(self.weights[name])
 
     def evidence(self) -> dict[str, torch.Tensor]:
-        """Loss and every gradient of one step from the given weights, under the plain variant's names."""
+        """What one step from the given weights computes, by the names that the truth has."""
         self.restore()
-        loss = self.step()
-        plain = self.trial.model.canonical(self.trial.config, self.work.gradients())
-        found = {"output loss": loss.clone()} | {f"grad {n}": g.clone() for n, g in plain.items()}
+        found = self.work.evidence(self.step, self.subject.canonical)
         self.restore()
         return found
 
 
-def oracle(model: Model, config, recipe: Recipe, weights: dict, device: str) -> dict[str, torch.Tensor]:
-    """Loss and gradients of the plain variant in float64."""
-    module = model.build(config, model.plain, Choices(default="eager")).to(device)
-    with torch.no_grad():
-        for name, p in module.named_parameters():
-            p.copy_(weights[name])
-    return Workload(module.double(), (), model.batch(config, recipe, device)).evidence()
-
-
 @contextlib.contextmanager
-def _peak(into: dict, origin: int) -> Iterator[None]:
+def _peak(into: PlanResult, origin: int) -> Iterator[None]:
     """Device memory at the highest point of the block, over what was held at the origin."""
     if torch.cuda.is_available():
         torch.cuda.reset_peak_memory_stats()
     yield
     if torch.cuda.is_available():
         torch.cuda.synchronize()
-        into["peak_mb"] = round((torch.cuda.max_memory_allocated() - origin) / 1e6, 1)
+        into.peak_mb = round((torch.cuda.max_memory_allocated() - origin) / 1e6, 1)
 
 
 def _reason(e: Exception) -> str:
     if isinstance(e, torch.cuda.OutOfMemoryError):
         return OUT_OF_MEMORY
     return error_line(e)
+
+
+Prepared = tuple[PlanResult, PlanRunner | None, int]  # and the device memory that was held before
 
 
 class PlanFailed(Exception):
@@ -145,24 +136,22 @@ def _named(name: str, step: Callable) -> Callable:
 
 
 class Trial:
-    """All plans of one model: each built and verified, then raced together."""
+    """All plans of one subject: each built and verified, then raced together."""
 
-    def __init__(self, model: Model, config, recipe: Recipe, precision: str, seconds: float):
-        self.model, self.config, self.recipe, self.precision, self.seconds = model, config, recipe, precision, seconds
-        self.device = "cuda" if torch.cuda.is_available() else "cpu"
-        self.graphs = self.device == "cuda"
+    def __init__(self, subject: Subject, precision: str, seconds: float):
+        self.subject, self.precision, self.seconds = subject, precision, seconds
+        self.graphs = subject.device == "cuda"
         self.choices: dict[str, Choices] = {}
-        self.ready: dict[str, tuple[dict, PlanRunner | None, int]] = {}
-        self.results: dict[str, dict] = {}
+        self.ready: dict[str, Prepared] = {}
+        self.results: dict[str, PlanResult] = {}
         self.entered: dict[str, Callable] = {}  # the steps of verified plans that wait in memory for the race
         self.heats: list[Race] = []
         self.wrong: set[str] = set()  # plans that failed their check
-        plain = model.build(config, model.plain, Choices(default="eager"), seed=recipe.seed)
-        self.weights = {n: p.detach().to(self.device) for n, p in plain.named_parameters()}
-        self.truth = oracle(model, config, recipe, self.weights, self.device)
-        before = Plan(BEFORE, model.plain, "eager")
+        self.rounding = subject.rounding(precision)
+        self.truth = subject.truth()
+        before = subject.before()
         self.eager = self.runner(before).evidence()  # the error that eager itself makes at this precision: the budget
-        self.before_result: dict = {"name": BEFORE, "ok": True, "why": "", "speedup": 1.0}
+        self.before_result = PlanResult(before, ok=True, speedup=1.0)
         gc.collect()
         with _peak(self.before_result, memory_allocated()):
             self.before = self.runner(before, "float32")
@@ -170,24 +159,24 @@ class Trial:
             self.before.step()
 
     def runner(self, plan: Plan, precision: str | None = None) -> PlanRunner:
-        fixed = {"eager": Choices(default="eager"), "stock": Choices()}
-        choices = fixed.get(plan.choices) or self.choices[plan.mode]
+        fixed = {"eager": Choices(default="eager"), "stock": Choices(), "own": None}
+        choices = fixed[plan.choices] if plan.choices in fixed else self.choices[plan.mode]
         return PlanRunner(self, plan, choices, precision or self.precision)
 
     def run(self, plan: Plan) -> None:
         """Build and verify the plan; where memory is short, first race those that wait in it, and let them go."""
         results = self._run(plan)
-        if self.entered and any(r["why"] == OUT_OF_MEMORY for r in results):
+        if self.entered and any(r.why == OUT_OF_MEMORY for r in results):
             self.heat()
             self._run(plan)
         if not self._room():
             self.heat()
 
-    def _run(self, plan: Plan) -> list[dict]:
+    def _run(self, plan: Plan) -> list[PlanResult]:
         """The plan, and on a GPU the same under a CUDA graph; a compiled model is compiled once for both."""
         result, runner, origin = self.ready.pop(plan.name) if plan.name in self.ready else self.prepare(plan)
         results = [self.finish(result, runner)]
-        if self.graphs:
+        if self.graphs and not plan.graph:
             if not plan.compiled:
                 runner = None  # the two modes may choose different impls
             graphed = replace(plan, name=plan.name + " + CUDA graph", graph=True)
@@ -199,14 +188,12 @@ class Trial:
         if not torch.cuda.is_available():
             return True
         free = torch.cuda.mem_get_info()[0] + torch.cuda.memory_reserved() - torch.cuda.memory_allocated()
-        return free > ROOM * max((r.get("peak_mb", 0.0) for r in self.results.values()), default=0.0) * 1e6
+        return free > ROOM * max((r.peak_mb or 0.0 for r in self.results.values()), default=0.0) * 1e6
 
-    def prepare(
-        self, plan: Plan, runner: PlanRunner | None = None, origin: int | None = None
-    ) -> tuple[dict, PlanRunner | None, int]:
+    def prepare(self, plan: Plan, runner: PlanRunner | None = None, origin: int | None = None) -> Prepared:
         """Build (or capture), compile and warm up: the part of a plan that may be done while others use the GPU."""
         gc.collect()
-        result: dict = {"name": plan.name, "ok": False, "why": ""} | {k: v for k, v in asdict(plan).items() if k != "name"}
+        result = PlanResult(plan)
         started, origin = now(), origin if runner is not None and origin is not None else memory_allocated()
         try:
             with _peak(result, origin):
@@ -216,9 +203,9 @@ class Trial:
                     runner.capture()
                 runner.step()
                 runner.step()
-            result["ready_s"] = round(now() - started, 2)
+            result.ready_s = round(now() - started, 2)
         except Exception as e:
-            result["why"], runner = _reason(e), None
+            result.why, runner = _reason(e), None
         return result, runner, origin
 
     def prepare_early(self, todo: list[Plan]) -> None:
@@ -227,20 +214,20 @@ class Trial:
             if plan.compiled and plan.choices != "tuned":
                 self.ready[plan.name] = self.prepare(plan)
 
-    def finish(self, result: dict, runner: PlanRunner | None) -> dict:
+    def finish(self, result: PlanResult, runner: PlanRunner | None) -> PlanResult:
         """Verify, then enter for the race. A plan that fails keeps its reason and loses its candidacy."""
-        self.results[result["name"]] = result
+        self.results[result.name] = result
         if runner is None:
             return result
         try:
-            verdict = judge(self._complete(runner.evidence()), self.eager, self.truth, ROUNDING[self.precision])
-            result |= {"ok": verdict.ok, "why": verdict.why, "share": round(verdict.share, 4)}
+            verdict = judge(self._complete(runner.evidence()), self.eager, self.truth, self.rounding)
+            result.ok, result.why, result.share = verdict.ok, verdict.why, round(verdict.share, 4)
             if verdict.ok:
-                self.entered[result["name"]] = runner.step
+                self.entered[result.name] = runner.step
             else:
-                self.wrong.add(result["name"])
+                self.wrong.add(result.name)
         except Exception as e:  # whatever a plan dies of costs its candidacy, never the run
-            result |= {"ok": False, "why": _reason(e)}
+            result.lost(_reason(e))
         return result
 
     def _complete(self, evidence: dict) -> dict:
@@ -255,7 +242,7 @@ class Trial:
                 break
             except PlanFailed as e:
                 for name in list(self.entered) if e.name == BEFORE else [e.name]:
-                    self.results[name] |= {"ok": False, "why": _reason(e.cause)}
+                    self.results[name].lost(_reason(e.cause))
                     del self.entered[name]
         self.entered.clear()
         if "torch._dynamo" in sys.modules:
@@ -267,11 +254,10 @@ class Trial:
         before = raced.timings[BEFORE]
         for name, t in raced.timings.items():
             result = self.before_result if name == BEFORE else self.results[name]
-            result |= {k: v for k, v in t.as_dict().items() if k != "peak_mib"}
-            result["samples_per_s"] = round(self.recipe.batch / t.ms * 1e3, 1)
+            result.timing, result.samples_per_s = t, round(self.subject.samples / t.ms * 1e3, 1)
             if name != BEFORE:
                 gain = paired(raced.times[BEFORE], raced.times[name])
-                result |= {"before_ms": round(before.ms, 4), "speedup": round(gain.value, 4)}
+                result.before_ms, result.speedup = round(before.ms, 4), round(gain.value, 4)
 
     def outcome(self) -> Outcome:
         """What the race chose. Plans that were not in memory together are compared by their ratios to the plain model."""
@@ -296,25 +282,23 @@ def best_plan(
 ) -> dict:
     """The proof: calls, candidates and choices, plans before and after. From the lock when it already holds it.
 
-    target     a model and a size, 'tiny-llama:small'
+    target     a model and a size, 'tiny-llama:small', or a function that returns model and batch, 'file.py:function'
     precision  float32 (the model's own), tf32 or bfloat16 (autocast): only ever what is asked for
-    again      measure plans anew even if the lock has them
+    again      measure plans anew even if the lock has them; what a function returns is always measured
     """
     if precision not in PRECISIONS:
         raise ValueError(f"optimize: precision must be one of {PRECISIONS}, got {precision!r}")
-    model, size = find(target)
-    config, recipe, lock = model.sizes[size], model.recipes[size], lock or Lock.read()
-    key = f"{model.name}:{size} {precision}"
-    known = lock.plans.get(key)
-    if known and not again and known["config"] == f"{config} {recipe}":
+    subject, lock = subject_of(target), lock or Lock.read()
+    key = f"{subject.name} {precision}"
+    known = lock.plans.get(key) if subject.stored else None
+    if known and not again and known["config"] == subject.config:
         entries = entries_of(lock, [Call(**item["call"]) for item in known["calls"]])
         return known | {"from_lock": True, "entries": list(entries.values())}
     started = now()
-    device = "cuda" if torch.cuda.is_available() else "cpu"
     progress("recording calls", 0, 1)
-    calls = record_calls(model, config, recipe, device, precision)
+    calls = subject.calls(precision)
     recorded = now()
-    trial, todo = Trial(model, config, recipe, precision, seconds), plans(model)
+    trial, todo = Trial(subject, precision, seconds), subject.plans()
     with Tuning(calls, lock, progress=progress) as tuning:
         trial.prepare_early(todo)  # while children verify candidates
         tuned = tuning.finish(seconds=0.1)
@@ -328,40 +312,41 @@ def best_plan(
     result = conclude(key, trial, calls)
     phases = {"record": recorded - started, "tune": after - recorded, "plans": now() - after}
     result |= {"seconds": round(now() - started, 1), "phases": {k: round(v, 1) for k, v in phases.items()}}
-    forget(lock, [key for key, entry in tuned.entries.items() if entry["mode"] in result["forgotten"]])
-    save_plans(lock, key, result)
+    if result["forgotten"]:
+        forget(lock, [key for key, entry in tuned.entries.items() if entry["mode"] in result["forgotten"]])
+    if subject.stored:
+        save_plans(lock, key, result)
     return result | {"from_lock": False, "entries": list(tuned.entries.values())}
 
 
 def conclude(key: str, trial: Trial, calls: list[tuple[Call, int]]) -> dict:
     """The plan that the race chose, every plan with the ratio that decided, and what there is to say of them."""
-    found, results = trial.outcome(), [trial.before_result, *trial.results.values()]
+    found, results, subject = trial.outcome(), [trial.before_result, *trial.results.values()], trial.subject
     for r in results:
-        if r["name"] in found.ratios and r["ok"]:
-            r |= found.ratios[r["name"]].as_dict()
+        r.ratio = found.ratios.get(r.name)
     busy = next((heat.busy for heat in trial.heats if heat.busy), "")
     forgotten = distrusted(results, trial.wrong)
     lost = f" The choices for {' and '.join(forgotten)} mode failed in the whole model and were taken out of the lock."
     return {
-        "target": key, "config": f"{trial.config} {trial.recipe}", "plans": results,
-        "chosen": found.chosen, "tied": found.tied, "why": found.why,
-        "note": reduced_note() + (lost if forgotten else ""), "commit": commit(), "forgotten": forgotten,
-        "speedup": next(r.get("speedup", 1.0) for r in results if r["name"] == found.chosen),
+        "target": key, "config": subject.config, "kind": subject.kind, "notes": subject.notes,
+        "plans": [r.to_record() for r in results], "chosen": found.chosen, "tied": found.tied, "why": found.why,
+        "note": (reduced_note() if calls else "") + (lost if forgotten else ""), "commit": commit(), "forgotten": forgotten,
+        "speedup": next(r.speedup or 1.0 for r in results if r.name == found.chosen),
         "calls": [{"call": asdict(call), "count": count} for call, count in calls],
     } | ({"busy": busy} if busy else {})
 
 
-def distrusted(results: list[dict], wrong: Collection[str]) -> list[str]:
+def distrusted(results: list[PlanResult], wrong: Collection[str]) -> list[str]:
     """The modes whose choices made the whole model wrong: as they stand, or in every plan that used them and was checked."""
     found = []
     for mode in modes_here():
-        using = [r for r in results if r.get("choices") == "tuned" and _mode(r) == mode]
-        failed = [r for r in using if r["name"] in wrong]
-        if any(not r["compiled"] for r in failed) or (failed and not any(r["ok"] for r in using)):
+        using = [r for r in results if r.plan.choices == "tuned" and _mode(r.plan) == mode]
+        failed = [r for r in using if r.name in wrong]
+        if any(not r.plan.compiled for r in failed) or (failed and not any(r.ok for r in using)):
             found.append(mode)
     return found
 
 
-def _mode(result: dict) -> str:
+def _mode(plan: Plan) -> str:
     """The mode in which the choices of a plan were made."""
-    return modes_here()[-1] if result["compiled"] else "graph" if result["graph"] else "eager"
+    return modes_here()[-1] if plan.compiled else "graph" if plan.graph else "eager"

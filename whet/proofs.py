@@ -3,8 +3,6 @@
 It is the calibration of the verifier as well: a candidate that is known to be right and is rejected is a fault of the verifier.
 """
 
-import collections
-import threading
 from collections.abc import Callable, Iterable
 from dataclasses import asdict
 
@@ -13,7 +11,7 @@ import torch
 from whet.measure import now
 from whet.op import DTYPES, Call, base, discover, tensors
 from whet.prove import KEPT
-from whet.tune import LIMIT_S, side_by_side
+from whet.tune import LIMIT_S, Hands
 from whet.worker import Lost, Worker
 
 
@@ -57,18 +55,13 @@ def prove_all(
     """
     todo = _candidates(calls, set(impls), set(without))
     proving = Proving(preload, limit_s, progress, todo)
-    hands = side_by_side(len(todo), jobs)
-    threads = [threading.Thread(target=proving.work, args=(todo, hands > 1), daemon=True) for _ in range(hands)]
-    for thread in threads:
-        thread.start()
+    hands = Hands(todo, proving.work, jobs)
     try:
-        for thread in threads:
-            while thread.is_alive():
-                thread.join(0.2)  # short, so that Ctrl-C is heard
+        hands.wait()
         if proving.later:
             proving.work(proving.later, False)
     except KeyboardInterrupt:
-        todo.clear()
+        hands.stop()
         raise Stopped(in_order(proving.rows)) from None
     return in_order(proving.rows)
 
@@ -76,19 +69,15 @@ def prove_all(
 class Proving:
     """What hands share that prove candidates side by side."""
 
-    def __init__(self, preload: str | None, limit_s: float, progress: Callable, todo: collections.deque):
+    def __init__(self, preload: str | None, limit_s: float, progress: Callable, todo: list[tuple[Call, list[str]]]):
         self.preload, self.limit_s, self.progress = preload, limit_s, progress
         self.total = sum(len(names) for _, names in todo)
         self.rows: list[dict] = []
-        self.later: collections.deque = collections.deque()  # what failed beside others, maybe for memory, gets a turn alone
+        self.later: list[tuple[Call, list[str]]] = []  # what failed beside others, maybe for memory, gets a turn alone
 
-    def work(self, todo: collections.deque, shared: bool) -> None:
+    def work(self, items: Iterable, shared: bool) -> None:
         with Worker(interpret=not torch.cuda.is_available(), preload=self.preload) as worker:
-            while todo:
-                try:
-                    call, names = todo.popleft()
-                except IndexError:  # another hand took the last
-                    return
+            for call, names in items:
                 for name in names:
                     self.prove(worker, call, name, shared)
 
@@ -109,7 +98,7 @@ def in_order(rows: list[dict]) -> list[dict]:
     return sorted(rows, key=lambda r: (r["op"], r["dtype"], str(r["case"]), r["impl"]))
 
 
-def _candidates(calls: list[Call], wanted: set[str], left_out: set[str]) -> collections.deque:
+def _candidates(calls: list[Call], wanted: set[str], left_out: set[str]) -> list[tuple[Call, list[str]]]:
     """(call, candidates), the largest calls first: all, or those of the impls that are wanted and not left out.
 
     Candidates of a small call stay together, since a child keeps its oracle for the next of them.
@@ -121,7 +110,7 @@ def _candidates(calls: list[Call], wanted: set[str], left_out: set[str]) -> coll
         names = [n for n in op.candidates(args) if base(n) not in left_out and (not wanted or base(n) in wanted)]
         size = sum(t.numel() for t in tensors(args))
         found += [(size, call, names)] if size <= KEPT else [(size, call, [name]) for name in names]
-    return collections.deque([(call, names) for _, call, names in sorted(found, key=lambda f: -f[0]) if names])
+    return [(call, names) for _, call, names in sorted(found, key=lambda f: -f[0]) if names]
 
 
 def row(call: Call, name: str, answer: dict, seconds: float) -> dict:

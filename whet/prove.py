@@ -20,7 +20,7 @@ import torch
 from whet import machine
 from whet.figures import error_line
 from whet.judge import Verdict, usual_errors
-from whet.op import DTYPES, Call, Op, base, lay, tensors
+from whet.op import DTYPES, Call, Op, Rank, base, lay, tensors
 from whet.values import EXACT, OVERFLOWING, POISONED, UNDEFINED, Option
 from whet.verify import Evidence, Use, Violation, evaluate, evidence, leaf_copies, unchanged, verify
 from whet.whole import verify_whole
@@ -51,7 +51,7 @@ def prove(op: Op, name: str, call: Call, device: str) -> Verdict:
             raise
         except Exception as e:
             if first is None:
-                raise  # the call itself cannot run: said as it is
+                raise  # the call itself cannot run: raised as it is
             verdict = Verdict(False, why=error_line(e))
         if verdict is None:
             continue
@@ -81,44 +81,46 @@ class Proof:
         self.op, self.name, self.call, self.device = op, name, call, device
         self.impl = op.candidate(name)
         self.tile = "@" in name
-        self.compiled = base(name) in ("compile", "flex")  # each new size or dtype is compiled anew: fewer of them,
+        self.compiled = self.impl.rank == Rank.COMPILED  # each new size or dtype is compiled anew: fewer of them,
         self.once = self.compiled and device == "cpu"  # and none where a C++ compiler takes a quarter of a minute for each
         self.case = tuple(provable(op, dict(call.case), call.dtype).items())
         self.small = tuple(smaller(op, dict(self.case), call.dtype).items())
         if any(key[0] != call.key for key in _kept):
             _kept.clear()
 
-    def args(self, made: TrialInputs) -> dict | None:
-        """The arguments of a trial, or None where the family changes nothing or the candidate refuses them."""
+    def inputs(self, made: TrialInputs) -> dict | None:
+        """The arguments of a trial, or None where the family changes nothing."""
         torch.manual_seed(made.seed)
         args = self.op.inputs(dtype=DTYPES[made.dtype], device=self.device, **dict(made.case))
         if made.family:
             torch.manual_seed(made.seed + 1)
-            changed = self.op.hostile[made.family](args)
-            if changed is None:
-                return None
-            args = changed
-        return None if self.op.misfits(base(self.name), args) else args
+            return self.op.hostile[made.family](args)
+        return args
+
+    def args(self, made: TrialInputs) -> dict | None:
+        """The arguments of a trial, or None where there are none or the candidate refuses them."""
+        args = self.inputs(made)
+        return None if args is None or self.op.misfits(base(self.name), args) else args
 
     def evidence(self, made: TrialInputs, args: dict, use: Use) -> Evidence:
         key = (self.call.key, made, use)
         if key in _kept:
             return _kept[key]
-        held = evidence(self.op, args, use)
+        baseline = evidence(self.op, args, use)
         if made.family == EXACT:
-            held = replace(held, scores=None)
-        if any(t is not None and t.numel() < MANY for t in held.oracle.values()):
-            held = replace(held, usual=self.usual(made, use, held))
+            baseline = replace(baseline, scores=None)
+        if any(t is not None and t.numel() < MANY for t in baseline.oracle.values()):
+            baseline = replace(baseline, usual=self.usual(made, use, baseline))
         if sum(t.numel() for t in tensors(args)) <= KEPT:
-            _kept[key] = held
-        return held
+            _kept[key] = baseline
+        return baseline
 
-    def usual(self, made: TrialInputs, use: Use, held: Evidence) -> dict:
+    def usual(self, made: TrialInputs, use: Use, baseline: Evidence) -> dict:
         """Eager's errors over several draws: of few values a single one may be lucky."""
-        few = [name for name, t in held.oracle.items() if t is not None and t.numel() < MANY]
-        drawn = [held]
+        few = [name for name, t in baseline.oracle.items() if t is not None and t.numel() < MANY]
+        drawn = [baseline]
         for seed in range(1, DRAWS):
-            if (args := self.args(replace(made, seed=100 * seed))) is not None:
+            if (args := self.inputs(replace(made, seed=100 * seed))) is not None:
                 drawn.append(evidence(self.op, args, use))
         return usual_errors([(e.eager, {name: e.oracle[name] for name in few}) for e in drawn])
 
@@ -128,21 +130,21 @@ class Proof:
         use    how the call is used; like: another use whose evidence serves, since only layouts or what is asked for differ
         sliced an argument that is given as a slice of a wider one, unlike the others
         """
-        args = self.args(made)
-        if args is None:
+        plain, use = self.inputs(made), use or Use(self.call.grad)
+        if plain is None:
             return None
-        use = use or Use(self.call.grad)
-        held = self.evidence(made, args, like or use)
-        if sliced:
-            args = args | {sliced: lay(args[sliced], "sliced")}
+        args = plain | {sliced: lay(plain[sliced], "sliced")} if sliced else plain
         if self.op.misfits(base(self.name), leaf_copies(self.op, args, use.grad, use.wanted)[0]):
             return None
+        baseline = self.evidence(made, plain, like or use)
         step = COARSE_TWIN if self.impl.known_inaccurate and made.dtype == "float32" and self.device == "cuda" else None
         average = not made.family and all(owns_its_elements(t) for t in tensors(args))
         leaks = made.family.split()[-1] if made.family in POISONED else "undefined" if made.family == UNDEFINED else ""
         itself = made == TrialInputs(self.case, self.call.dtype) and use == Use(self.call.grad)
         slack = GROSS if made.family == OVERFLOWING else 1.0 if itself else further(made.dtype)
-        return verify(self.op, self.impl, args, use=use, held=held, leaks=leaks, step=step, average=average, slack=slack)
+        return verify(
+            self.op, self.impl, args, use=use, baseline=baseline, leaks=leaks, step=step, average=average, slack=slack
+        )
 
     def twin(self) -> str | None:
         """The sharpest dtype that is sharper than the call's own and that the candidate takes."""
@@ -193,7 +195,7 @@ class Proof:
             frozen = ", ".join(k for k in names if k not in wanted)
             yield f"{frozen} frozen", partial(self.verify, made, replace(usual, wanted=wanted), like=usual)
         for layout in LAYOUTS:
-            if not self.impl.caveat:  # what it does with other layouts of upstream gradients is known, and said in the docs
+            if not self.impl.caveat:  # what it does with other layouts of upstream gradients is known, and in the docs
                 use = replace(usual, layout=layout)
                 like = use if layout == "expanded" else usual
                 yield f"upstream gradient {layout}", partial(self.verify, made, use, like=like)
@@ -226,12 +228,13 @@ class Proof:
         second = self.run(args, use)
         if not all(torch.equal(a, b) for a, b in zip(numbers, random_states())):
             return Verdict(False, why="it draws random numbers, or sets their seed")
-        held = self.evidence(made, args, use)
-        verdict = verify(self.op, self.impl, args, use=use, held=held, slack=slack, between=lambda: self.run(other, use))
+        baseline = self.evidence(made, args, use)
+        between = partial(self.run, other, use)
+        verdict = verify(self.op, self.impl, args, use=use, baseline=baseline, slack=slack, between=between)
         if not verdict.ok:
             return replace(verdict, why=f"another call before its backward: {verdict.why}")
         if self.call.grad and self.impl.needs == "triton":  # Liger's kernels overwrite what a second backward would read
-            verdict = verify(self.op, self.impl, args, use=replace(use, again=True), held=held, slack=slack)
+            verdict = verify(self.op, self.impl, args, use=replace(use, again=True), baseline=baseline, slack=slack)
             if not verdict.ok:
                 return replace(verdict, why=f"a second backward over the same graph: {verdict.why}")
         before = {k: t.clone() for k, t in args.items() if isinstance(t, torch.Tensor) and owns_its_elements(t)}
@@ -246,7 +249,7 @@ class Proof:
             return Verdict(False, why="what a call returned is overwritten by later ones")
         for k, t in before.items():
             args[k].copy_(t)
-        verdict = verify(self.op, self.impl, args, use=use, held=held, slack=slack)
+        verdict = verify(self.op, self.impl, args, use=use, baseline=baseline, slack=slack)
         if not verdict.ok or self.impl.needs != "triton" or not same_bits(first, second):
             return verdict
         if not same_bits(first, self.run(args, use)):
@@ -265,14 +268,14 @@ class Proof:
 
 def wrong_now(op: Op, names: list[str], call: Call, device: str) -> dict[str, str]:
     """{candidate: why} of those that are wrong on inputs never seen before: asked after they were timed, many calls later."""
-    wrong, held, made = {}, None, None
+    wrong, baseline, made = {}, None, None
     for name in names:
         proof = Proof(op, name, call, device)
         made = made or TrialInputs(proof.case, call.dtype, seed=13)
         if (args := proof.args(made)) is None:
             continue
-        held = held or proof.evidence(made, args, Use(call.grad))
-        verdict = verify(op, proof.impl, args, use=Use(call.grad), held=held, slack=further(call.dtype))
+        baseline = baseline or proof.evidence(made, args, Use(call.grad))
+        verdict = verify(op, proof.impl, args, use=Use(call.grad), baseline=baseline, slack=further(call.dtype))
         if not verdict.ok:
             wrong[name] = f"after it was timed: {verdict.why}"
     return wrong
@@ -313,14 +316,14 @@ def provable(op: Op, case: dict, dtype: str) -> dict:
 
 def smaller(op: Op, case: dict, dtype: str) -> dict:
     """The case itself, or one of fewer elements that the same kernels serve."""
-    most = FEW_INTERPRETED if machine.triton_mode() == "interpret" else FEW
-    return op.smaller(case, most) if op.smaller is not None else halved(op, case, dtype, most)
+    limit = FEW_INTERPRETED if machine.triton_mode() == "interpret" else FEW
+    return op.smaller(case, limit) if op.smaller is not None else halved(op, case, dtype, limit)
 
 
-def halved(op: Op, case: dict, dtype: str, most: int) -> dict:
+def halved(op: Op, case: dict, dtype: str, limit: int) -> dict:
     """The case with sizes that vary halved until its arguments have so few elements."""
     case = dict(case)
-    while elements(op, case, dtype) > most:
+    while elements(op, case, dtype) > limit:
         sizes = {k: n for k in op.dynamic if isinstance(n := case.get(k), int) and n >= 16}
         if not sizes:
             break

@@ -1,6 +1,6 @@
 """Which of several is fastest, from times taken in turns: the statistics of a race and the rule that settles it. No clock.
 
-Every round runs each candidate once, so what slows a round touches all alike, and candidates are compared by the ratios
+Every round runs each candidate once, so what slows a round touches all equally, and candidates are compared by the ratios
 of their times within rounds. Of these the median counts, and its interval between order statistics, which holds for any
 distribution: that half of the rounds lie on either side of the true median is all it needs.
 """

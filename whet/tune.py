@@ -1,10 +1,11 @@
 """Verified and fastest -> Choices. Each candidate is tried in a child process; each result is saved as soon as it is known."""
 
 import collections
+import contextlib
 import functools
 import os
 import threading
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import asdict, dataclass
 
 import torch
@@ -70,9 +71,33 @@ def _found(lock: Lock, keys: Iterable[str], modes: tuple[str, ...]) -> dict[str,
     return {key: lock.calls[key] for key in there if key in lock.calls}
 
 
-def side_by_side(count: int, jobs: int | None = None) -> int:
-    """How many children verify so many calls or candidates."""
-    return min(jobs or min(VERIFIERS, max(1, (os.cpu_count() or 1) // 2)), count)
+class Hands:
+    """Threads that take items off one queue, each with children of its own: work(items, shared) does what it is handed.
+
+    jobs   how many at most; shared is whether there are several
+    """
+
+    def __init__(self, items: Iterable, work: Callable[[Iterable, bool], None], jobs: int | None = None):
+        self.queue = collections.deque(items)
+        count = min(jobs or min(VERIFIERS, max(1, (os.cpu_count() or 1) // 2)), len(self.queue))
+        given = [(self._taken(), count > 1) for _ in range(count)]
+        self.threads = [threading.Thread(target=work, args=args, daemon=True) for args in given]
+        for thread in self.threads:
+            thread.start()
+
+    def _taken(self) -> Iterator:
+        with contextlib.suppress(IndexError):  # another hand took the last
+            while self.queue:
+                yield self.queue.popleft()
+
+    def wait(self) -> None:
+        for thread in self.threads:
+            while thread.is_alive():
+                thread.join(0.2)  # short, so that Ctrl-C is heard
+
+    def stop(self) -> None:
+        """No hand takes another item."""
+        self.queue.clear()
 
 
 class Tuning:
@@ -96,7 +121,7 @@ class Tuning:
 
     def __exit__(self, *_) -> None:
         if self.work is not None:
-            self.work.queue.clear()
+            self.work.hands.stop()
             self.work.timer.stop()
 
     def finish(self, seconds: float = 0.25) -> Tuned:
@@ -135,8 +160,6 @@ class Work:
         self.names = {key: self.candidates(call) for key, call in self.calls.items() if self.open(call)}
         self.total = sum(len(self.open(self.calls[key])) * (1 + len(names)) for key, names in self.names.items())
         self.todo = [(self.calls[key], name) for key, names in self.names.items() for name in names]
-        self.queue: collections.deque = collections.deque()
-        self.threads: list[threading.Thread] = []
 
     def entry(self, call: Call, mode: str) -> dict:
         return self.lock.calls.setdefault(f"{call.key} @ {mode}", {"call": asdict(call), "mode": mode, "candidates": {}})
@@ -167,28 +190,17 @@ class Work:
     def start(self) -> None:
         """Children begin to verify what is still open."""
         self.todo.sort(key=lambda item: item[1] != "compile")  # the slowest first, so that none is left to one hand at the end
-        self.queue.extend(self.todo)
-        hands = side_by_side(len(self.todo))
         if self.todo:
             self.timer.start()  # ready by the time there is something to time
-        given = (self.queue, hands > 1)
-        self.threads = [threading.Thread(target=self._verify_some, args=given, daemon=True) for _ in range(hands)]
-        for thread in self.threads:
-            thread.start()
+        self.hands = Hands(self.todo, self._verify_some)
 
     def verify_rest(self) -> None:
-        for thread in self.threads:
-            while thread.is_alive():
-                thread.join(0.2)  # short, so that Ctrl-C is heard
-        self._verify_some(collections.deque(self.todo), False)  # what failed beside others, maybe for memory, gets a turn alone
+        self.hands.wait()
+        self._verify_some(self.todo, False)  # what failed beside others, maybe for memory, gets a turn alone
 
-    def _verify_some(self, queue: collections.deque, shared: bool) -> None:
+    def _verify_some(self, items: Iterable, shared: bool) -> None:
         with Worker(preload=self.preload) as worker, Worker(interpret=True, preload=self.preload) as interpreter:
-            while queue:
-                try:
-                    call, name = queue.popleft()
-                except IndexError:  # another hand took the last
-                    return
+            for call, name in items:
                 entries = [self.entry(call, mode) for mode in self.open(call)]
                 missing = [e for e in entries if name not in e["candidates"]]
                 if not missing:
@@ -241,7 +253,7 @@ class Work:
 
 
 def _verdict(candidate: dict) -> dict:
-    """What verification said of a candidate, less what timing added."""
+    """The verdict of verification on a candidate, less what timing added."""
     return {k: v for k, v in candidate.items() if k in ("ok", "share", "why", "rule", "source", "interpreted", "proved")}
 
 
@@ -259,11 +271,11 @@ def _choose(entry: dict, op: Op, names: list[str], timed: Callable[[list[str]], 
     found = entry["candidates"]
     entry["candidates"] = found = {n: found[n] for n in names} | found
     able = [n for n in names if found[n]["ok"] and "interpreted" not in found[n]]
-    said = f"eager said: {found['eager']['why']}"
+    eager_error = f"eager: {found['eager']['why']}"
     if not able and all("refused" not in c["why"] for c in found.values() if not c["ok"]):
-        raise ValueError(f"{op.name}: no candidate could run; {said}")
+        raise ValueError(f"{op.name}: no candidate could run; {eager_error}")
     if not able:
-        entry |= {"chosen": op.stock, "untimed": True, "why": f"nothing to time: no candidate was verified; {said}"}
+        entry |= {"chosen": op.stock, "untimed": True, "why": f"nothing to time: no candidate was verified; {eager_error}"}
         return
     answer = timed(able)
     if "error" in answer:  # together they fail: find who, each alone
@@ -315,7 +327,7 @@ def save_plans(lock: Lock, target: str, result: dict) -> None:
 
 
 def save_decoder(lock: Lock, key: str, verdict: dict) -> None:
-    """What verification said of a way to decode: {"ok": bool, "why": str, ...}."""
+    """The verdict of verification on a way to decode: {"ok": bool, "why": str, ...}."""
     lock.decoders[key] = verdict
     lock.save()
 
@@ -338,7 +350,7 @@ def _broadcast(tables: dict[str, tuple[dict, dict]] | None) -> dict[str, Choices
 
 
 def reduced_note() -> str:
-    """What was and was not done with Triton kernels here, said plainly."""
+    """What was and was not done with Triton kernels here, in one line."""
     if torch.cuda.is_available():
         return "Triton kernels were verified and timed on this GPU."
     if machine.has("triton"):

@@ -38,7 +38,7 @@ def relaid(t: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
 
 
 def changed(names: tuple[str, ...], change: Callable[[torch.Tensor], torch.Tensor | None], clamp: bool = True) -> Family:
-    """The family that changes each named argument alike, in float32 or wider; clamped to an eighth of what its dtype holds."""
+    """The family that changes each named argument by one function, in float32 or wider; clamped to an eighth of its range."""
 
     def family(args: dict) -> dict | None:
         new = {}
@@ -47,8 +47,8 @@ def changed(names: tuple[str, ...], change: Callable[[torch.Tensor], torch.Tenso
             if isinstance(t, torch.Tensor) and t.is_floating_point() and t.numel():
                 values = change(t.to(torch.promote_types(t.dtype, torch.float32)))
                 if values is not None:
-                    most = torch.finfo(t.dtype).max / 8
-                    new[name] = relaid(t, values.clamp(-most, most) if clamp else values)
+                    limit = torch.finfo(t.dtype).max / 8
+                    new[name] = relaid(t, values.clamp(-limit, limit) if clamp else values)
         return args | new if new else None
 
     return family

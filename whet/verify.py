@@ -41,7 +41,7 @@ class Use:
 
 @dataclass(frozen=True)
 class Evidence:
-    """What a candidate is held against: the oracle's results and eager's."""
+    """What a candidate is compared with: the oracle's results and eager's."""
 
     oracle: dict
     eager: dict
@@ -72,21 +72,21 @@ def verify_case(
 
 def verify(
     op: Op, impl: Impl, args: dict, grad: bool = True, dout_layout: str = "contiguous",
-    use: Use | None = None, held: Evidence | None = None, leaks: str = "", step: float | None = None, average: bool = True,
+    use: Use | None = None, baseline: Evidence | None = None, leaks: str = "", step: float | None = None, average: bool = True,
     slack: float = 1.0, between: Callable[[], object] | None = None,
 ) -> Verdict:
     """The verdict on one run.
 
-    held    what to compare with, where it is known already
-    leaks   "NaN", "inf": in one row of the inputs; "undefined": the formula has no value for these inputs
-    step    rounding step of the arithmetic, where it is coarser than the dtype's
-    average whether values are ordinary ones, whose rounding errors average out: else only the worst and the rms count
-    slack   times the usual budget
-    between run after the forward and before the backward: what another call may not disturb
+    baseline what to compare with, where it is known already
+    leaks    "NaN", "inf": in one row of the inputs; "undefined": the formula has no value for these inputs
+    step     rounding step of the arithmetic, where it is coarser than the dtype's
+    average  whether values are ordinary ones, whose rounding errors average out: else only the worst and the rms count
+    slack    times the usual budget
+    between  run after the forward and before the backward: what another call may not disturb
     """
     use = use or Use(grad, dout_layout)
     before = {k: v.clone() for k, v in args.items() if isinstance(v, torch.Tensor)}
-    held = held or evidence(op, args, use)
+    baseline = baseline or evidence(op, args, use)
     try:
         with poisoned_empty(impl.needs != "torch"):
             actual = evaluate(op, impl.run, args, use.grad, use=use, between=between)
@@ -95,22 +95,22 @@ def verify(
     for k, v in before.items():
         if not unchanged(v, args[k]):
             return Verdict(False, why=f"input {k} was changed in place")
-    expected = held.eager
+    expected = baseline.eager
     if use.wanted is not None:
         expected = {k: v for k, v in expected.items() if not k.startswith("grad ") or k.removeprefix("grad ") in use.wanted}
     if set(actual) != set(expected):
         return Verdict(False, why=f"returns {sorted(actual)}, expected {sorted(expected)}")
-    if leaks in ("NaN", "inf"):  # the gradient of what all rows share is no number either, or may be: only rows are told apart
+    if leaks in ("NaN", "inf"):  # the gradient of what all rows share is no number either, or may be: only rows are comparable
         clean = {k for k in op.grads if isinstance(args[k], torch.Tensor) and torch.isfinite(args[k]).all()}
         expected = {k: v for k, v in expected.items() if k.removeprefix("grad ") not in clean}
-    oracle = {k: held.oracle[k] for k in expected}
-    if held.scores is not None:
-        actual, verdict = picked(actual, expected, oracle, held.scores)
+    oracle = {k: baseline.oracle[k] for k in expected}
+    if baseline.scores is not None:
+        actual, verdict = picked(actual, expected, oracle, baseline.scores)
         if not verdict.ok:
             return verdict
     coarse = coarse_steps(op, args)
     beside = {k: v for k, v in args.items() if isinstance(v, torch.Tensor)} if average else None
-    return judge(actual, expected, oracle, step, coarse, beside, leaks, held.usual, slack)
+    return judge(actual, expected, oracle, step, coarse, beside, leaks, baseline.usual, slack)
 
 
 def coarse_steps(op: Op, args: dict) -> dict[str, float]:
@@ -119,7 +119,7 @@ def coarse_steps(op: Op, args: dict) -> dict[str, float]:
 
 
 def picked(actual: dict, eager: dict, oracle: dict, scores: torch.Tensor) -> tuple[dict, Verdict]:
-    """The index of the largest score: any whose score the oracle cannot tell from the largest, given eager's own error.
+    """The index of the largest score: any whose score the oracle cannot distinguish from the largest, given eager's own error.
 
     In exact arithmetic it is the first of equals; which of nearly equal ones is picked hangs on the last bits.
     """

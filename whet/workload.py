@@ -9,7 +9,8 @@
 
 import contextlib
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, is_dataclass
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -58,17 +59,37 @@ def find_loss(out: Any) -> torch.Tensor | None:
     return out if isinstance(out, torch.Tensor) and out.dim() == 0 and out.is_floating_point() else None
 
 
+def tensors_in(value: Any) -> Iterator[torch.Tensor]:
+    """Every tensor in nested tuples, lists, dicts and objects with fields."""
+    if isinstance(value, torch.Tensor):
+        yield value
+    elif isinstance(value, (tuple, list)):
+        for v in value:
+            yield from tensors_in(v)
+    elif isinstance(value, Mapping):
+        for v in value.values():
+            yield from tensors_in(v)
+    elif isinstance(value, SimpleNamespace) or is_dataclass(value) and hasattr(value, "__dict__"):
+        for v in () if isinstance(value, type) else vars(value).values():
+            yield from tensors_in(v)
+
+
+def asks(model: nn.Module) -> list[Any]:
+    """The parts of a model that ask a Choices of theirs, their `ops`."""
+    return [m for m in model.modules() if isinstance(getattr(m, "ops", None), Choices)]
+
+
 @contextlib.contextmanager
 def asking(model: nn.Module, ops: Choices) -> Iterator[None]:
     """While it is on, every part of the model that has its `ops` asks these instead."""
-    before = [(m, m.ops) for m in model.modules() if isinstance(getattr(m, "ops", None), Choices)]
+    before = [(m, m.ops) for m in asks(model)]
     for m, _ in before:
-        m.ops = ops  # type: ignore[assignment]
+        m.ops = ops
     try:
         yield
     finally:
         for m, was in before:
-            m.ops = was  # type: ignore[assignment]
+            m.ops = was
 
 
 @dataclass
@@ -147,11 +168,25 @@ class Workload:
     def gradients(self) -> dict[str, torch.Tensor]:
         return {name: p.grad for name, p in self.model.named_parameters() if p.grad is not None}
 
-    def evidence(self) -> dict[str, torch.Tensor]:
-        """The loss and every gradient of one step."""
-        loss = self.step()
-        assert loss is not None
-        return {"output loss": loss.clone()} | {f"grad {name}": g.clone() for name, g in self.gradients().items()}
+    def outcome(self) -> Any:
+        """One step and what it gives: the loss; of a forward alone, what the model returned."""
+        if self.kind == "train":
+            return self.step()
+        with torch.no_grad():
+            return self.forward()
+
+    def evidence(
+        self, outcome: Callable | None = None, canonical: Callable[[Mapping], Mapping] = dict
+    ) -> dict[str, torch.Tensor]:
+        """The loss and every gradient of one step; of a forward alone, every tensor that it returned.
+
+        outcome     called in the place of this workload's own: the same step, captured
+        canonical   names the gradients as those of another workload are named
+        """
+        found = (outcome or self.outcome)()
+        if self.kind != "train":
+            return {f"output {i}": t.clone() for i, t in enumerate(tensors_in(found))}
+        return {"output loss": found.clone()} | {f"grad {name}": g.clone() for name, g in canonical(self.gradients()).items()}
 
     def without_gradient(self) -> list[str]:
         """Parameters that the last backward did not reach, or reached with zeros."""

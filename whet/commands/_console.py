@@ -1,4 +1,4 @@
-"""What every command shares: the console, the progress bar, how results and errors are told."""
+"""What every command shares: the console, the progress bar, how results and errors are printed."""
 
 import contextlib
 import json

@@ -1,4 +1,4 @@
-"""What doctor and profile share: how a target is opened, and how a run that cannot be done is told."""
+"""What doctor and profile share: how a target is opened, and the message of a run that cannot be done."""
 
 import contextlib
 import os
@@ -30,12 +30,11 @@ def kind_of(train: bool, decode: bool) -> str | None:
 @contextlib.contextmanager
 def could_run() -> Iterator[None]:
     """What cannot be run is one line and exit code 2; a failure of whet's own is one line and 70, as findings are 1."""
-    from whet.diagnose.target import CannotRun
     from whet.figures import error_line
 
     try:
         yield
-    except (CannotRun, ValueError) as e:
+    except ValueError as e:
         typer.echo(f"whet: {e}", err=True)
         raise typer.Exit(2) from None
     except KeyboardInterrupt:
@@ -48,8 +47,8 @@ def could_run() -> Iterator[None]:
             traceback.print_exc()
         at = traceback.extract_tb(e.__traceback__)[-1]
         line = f"{os.path.basename(at.filename)}:{at.lineno}"
-        said = f"whet itself failed at {line}: {error_line(e)}"
-        typer.echo(f"whet: {said} (WHET_TRACEBACK=1 shows the traceback)", err=True)
+        failure = f"whet itself failed at {line}: {error_line(e)}"
+        typer.echo(f"whet: {failure} (WHET_TRACEBACK=1 shows the traceback)", err=True)
         raise typer.Exit(CRASHED) from None
 
 
@@ -61,8 +60,8 @@ def quiet_profiler():
 
 
 def details(run) -> dict:
-    """What the page and the record tell beside the findings; what cannot be had is left out."""
-    from whet.diagnose import tell, whatif
+    """What the page and the record hold beside the findings; what cannot be had is left out."""
+    from whet.diagnose import summary, whatif
     from whet.diagnose.checks import peak_memory
 
     found: dict = {}
@@ -73,5 +72,5 @@ def details(run) -> dict:
     with contextlib.suppress(Exception):
         found["memory"] = peak_memory.owners(run)
     if run.target.kind == "decode":
-        found["layers"], found["tokens_per_s"] = tell.per_layer(run), 1e3 / run.step_ms
+        found["layers"], found["tokens_per_s"] = summary.per_layer(run), 1e3 / run.step_ms
     return found

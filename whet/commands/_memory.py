@@ -4,7 +4,8 @@ import torch
 
 from whet.choices import Choices
 from whet.decode.cache import free_bytes
-from whet.models import Model
+from whet.lock import Lock
+from whet.models import Model, find
 
 HELD = 4 + 8 + 4 + 4  # bytes a parameter: float32 weights, gradients in float64, those of eager and those of the plan on trial
 STEP = 4 + 4 + 8  # of each model that waits for the race: weights, gradients, AdamW's two moments
@@ -23,8 +24,12 @@ def needed(count: int, device: str) -> int:
     return count * (HELD + STEP * WAITING[device])
 
 
-def refuse_what_does_not_fit(model: Model, size: str) -> None:
-    """ValueError, with the figures, where proving and timing this model's plans takes more memory than is free."""
+def refuse_what_does_not_fit(lock: Lock, target: str, precision: str, again: bool) -> None:
+    """ValueError, with the figures, where a model's plans are to be measured and that takes more memory than is free."""
+    model, size = find(target)
+    known = lock.plans.get(f"{model.name}:{size} {precision}", {}).get("config")
+    if known == f"{model.sizes[size]} {model.recipes[size]}" and not again:
+        return
     device = "cuda" if torch.cuda.is_available() else "cpu"
     count, free = parameters(model, size), free_bytes(torch.device(device))
     if (takes := needed(count, device)) <= free:

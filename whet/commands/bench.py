@@ -45,7 +45,7 @@ def command(
         entries = [e for e in lock.calls.values() if e.get("chosen")]
         asked = [*(ops or []), *(f"--shapes {shlex.quote(s)}" for s in shapes or []), f"--mode {mode} --dtype {dtype}"]
         command = " ".join(["whet bench", *asked, f"--seconds {seconds:g}", *(["--forward-only"] if forward_only else [])])
-        also = {"ceilings": asdict(measure.ceilings()), "dispatch_us": measure.dispatch_us(), "note": reduced_note()}
+        also = {"ceilings": asdict(measure.ceilings()), **measure.dispatch_us(), "note": reduced_note()}
         made = record.make(command, {"entries": entries} | also | ({"stopped": True} if stopped else {}))
 
         def show():

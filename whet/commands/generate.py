@@ -83,7 +83,7 @@ def asked_of(llm: Any, prompt: str, chat: bool | None) -> Any:
     return prompt
 
 
-class Telling:
+class Answer:
     """One answer as it comes, with what the command prints and keeps about it."""
 
     def __init__(self, began_s: float, loaded_s: float, show: bool):
@@ -149,7 +149,7 @@ def command(
         how: dict[str, Any] = dict(dtype=dtype, quant=quant, speculate=speculate, path=path, random_weights=random_weights)
         with progress_bar(not as_json) as progress:
             llm = LLM(model, device=device, max_batch=1, verify=verify, progress=progress, **how)
-        telling = Telling(began, measure.since_start() - began, not as_json)
+        answer = Answer(began, measure.since_start() - began, not as_json)
         stream = llm.stream(asked_of(llm, prompt, chat), **options)
         if random_weights is not None:
             typer.echo("whet: the weights are random, so the output is token numbers without meaning", err=True)
@@ -157,13 +157,13 @@ def command(
             typer.echo("whet: --top-k, --top-p and --seed have no effect at temperature 0; give --temperature", err=True)
         if quant is not None and llm.device.type == "cpu":
             typer.echo(f"whet: on a CPU {quant} weights are widened for each product, and decode slower", err=True)
-        telling.take(stream)
-        made = telling.as_dict()
+        answer.take(stream)
+        made = answer.as_dict()
     if as_json:
         typer.echo(json.dumps(made, indent=1))
     else:
-        for line in decode_tables.told(made):
+        for line in decode_tables.summary_lines(made):
             console.print(line)
-    if telling.stopped:
+    if answer.stopped:
         typer.echo(f"whet: stopped after {len(made['tokens'])} tokens", err=True)
         raise typer.Exit(130)

@@ -26,7 +26,7 @@ def command(
     """
     from whet.diagnose import decode as decoding
     from whet.diagnose import doctor as clinic
-    from whet.diagnose import tell
+    from whet.diagnose import summary
     from whet.report import findings, record
 
     with could_run():
@@ -34,8 +34,8 @@ def command(
         with progress_bar(not as_json) as progress, quiet_profiler():
             opened = clinic.open_target(target, kind_of(train, decode), shlex.split(args))
             run = seen(opened, seconds, progress)
-            told = {"target": opened.name, "kind": opened.kind, "notes": tell.notes(run), "sentence": tell.slowest_part(run)}
-            result = told | tell.overview(run) | details(run)
+            result: dict = {"target": opened.name, "kind": opened.kind, "notes": summary.notes(run)}
+            result |= {"sentence": summary.slowest_part(run)} | summary.overview(run) | details(run)
             if isinstance(opened, decoding.DecodeTarget):
                 progress("the same by the decode ops", 1, 2)
                 result["after"] = decoding.after(opened, seconds)

@@ -43,7 +43,7 @@ def command(
         chosen = [*(impls or []), *(f"without {name}" for name in without or [])]
         those = [*(["shapes", "cases"] if both else which), *dtypes, *chosen]
         name = " ".join(["prove", *(ops or ["all"]), *those])
-        emit(made, as_json, records, name, lambda: console.print(tables.proofs_table(rows)))
+        emit(made, as_json, records, name, lambda: tables.show_proofs(console, rows))
     if stopped:
         typer.echo(f"whet: stopped; {len(rows)} candidates were proved and are in the record", err=True)
         raise typer.Exit(130)

@@ -42,7 +42,7 @@ def free_bytes(device: torch.device) -> int:
 
 
 class Cache:
-    """k, v (layers, rows, kv_heads, capacity, head_dim). What lies behind a row's tokens may be anything.
+    """k, v (layers, rows, kv_heads, capacity, head_dim). What lies after a row's tokens may be anything.
 
     limit     tokens that the memory holds, all rows together
     longest   tokens that one sequence can have when it is alone: the memory's limit or max_tokens
@@ -104,8 +104,8 @@ class Cache:
             raise ValueError(f"cache: {rows} rows of {tokens} tokens do not fit; {self.limit // rows} tokens would")
         doubled = min(max(BLOCK, power_of_two(tokens)), self.max_tokens)
         exact = min(-(-tokens // BLOCK) * BLOCK, self.limit // rows, self.max_tokens)
-        most = max(self.capacity, doubled)
-        wanted = ((max(rows, self.rows), most), (rows, most), (rows, doubled), (rows, exact))
+        capacity = max(self.capacity, doubled)
+        wanted = ((max(rows, self.rows), capacity), (rows, capacity), (rows, doubled), (rows, exact))
         self._move(*next(shape for shape in wanted if self.fits(shape[1], shape[0])))
         return True
 

@@ -2,7 +2,7 @@
 
 A chunk is several hundred launches whatever its length, and issuing them takes the host longer than most chunks take a GPU.
 So that chunks do come again, they are fed at a few lengths, filled up with tokens that nobody sees: what such a one writes
-lies behind the prompt, where the cache may hold anything.
+lies after the prompt, where the cache may hold anything.
 """
 
 import functools
@@ -15,7 +15,7 @@ from whet.ops._rows import power_of_two
 
 CHUNK = 2048  # tokens of a prompt fed at once
 LEAST, COARSE = 32, 256  # lengths: powers of two from LEAST to COARSE, where weights take the time; then four to an octave
-MOST = 64  # graphs kept: those used last
+MAX_GRAPHS = 64  # graphs kept: those used last
 
 
 def length(tokens: int) -> int:
@@ -29,7 +29,7 @@ class Chunks:
     """Feeds rows of a runner's cache.
 
     ids      (1, CHUNK) the tokens that a chunk reads
-    hidden   (1, CHUNK, K) the residual stream behind the last layer that it writes
+    hidden   (1, CHUNK, K) the residual stream after the last layer that it writes
     graphs   by what is baked in: row, first position, length
     met      the chunks that came once: what they need is compiled
     """
@@ -68,7 +68,7 @@ class Chunks:
         if key not in self.graphs:
             beside = next(iter(self.graphs.values()), None)
             self.graphs[key] = self.runner.capture(plain, warm_up=0, beside=beside)
-            while len(self.graphs) > MOST:  # none of them runs: a capture waits for all that is under way
+            while len(self.graphs) > MAX_GRAPHS:  # none of them runs: a capture waits for all that is under way
                 del self.graphs[next(iter(self.graphs))]
         self.graphs[key] = replay = self.graphs.pop(key)  # now the one used last
         replay()

@@ -1,6 +1,6 @@
 """The runner's own tokens against the model's formulas: what it chose, its logits, and the keys and values it wrote.
 
-A sequence begins behind keys that were drawn, not fed, so that a long context costs nothing; what is not written yet is NaN.
+A sequence begins after keys that were drawn, not fed, so that a long context costs nothing; what is not written yet is NaN.
 """
 
 from collections.abc import Callable
@@ -8,9 +8,9 @@ from dataclasses import dataclass
 
 import torch
 
+from whet.decode.bias import biased_part
 from whet.decode.cache import Cache
 from whet.decode.hostile import caches
-from whet.decode.lean import leaning
 from whet.decode.oracle import by_formulas, full_float32, widened
 from whet.decode.runner import DecodeRunner
 from whet.models.qwen3 import Qwen3
@@ -42,8 +42,8 @@ class Start:
 
 def starts(model: Qwen3, kind: str, rows: int, context: int, family: str) -> list[Start]:
     steps = min(STEPS, model.c.max_positions // 2)
-    most = min(context, model.c.max_positions) - steps
-    places = list(dict.fromkeys(min(p, most) for p in (OLD if kind == "decode" else OLD + FAR)))
+    last_start = min(context, model.c.max_positions) - steps
+    places = list(dict.fromkeys(min(p, last_start) for p in (OLD if kind == "decode" else OLD + FAR)))
     generator = torch.Generator().manual_seed(rows)
     each = [[p] for p in places] if rows == 1 else [[places[b % len(places)] for b in range(rows)]]
     first = torch.randint(model.c.vocab, (rows,), generator=generator).to(model.embed.device)
@@ -108,7 +108,7 @@ def decode_verdict(model: Qwen3, kind: str, rows: int, context: int, family: str
         if start.steps > 1 and not same_bits(found, run(runner, start, [1, start.steps - 1])):
             return Verdict(False, why="the same tokens in two bursts have other bits")
         verdict = against_formulas(model, wide, start, found, step, chosen_badly)
-        # Once: no fault of a scale depends on the place. Where outliers drown the other channels, eager itself leans.
+        # Once: no fault of a scale depends on the place. Where outliers drown the other channels, eager itself is biased.
         if verdict.ok and i == 0 and family == "plain" and model.embed.dtype != torch.float32:
             verdict = straight(model, wide, start, found, step) or verdict
         if not verdict.ok:
@@ -130,11 +130,11 @@ def against_formulas(model, wide, start: Start, found: dict, step: float, chosen
 
 
 def straight(model: Qwen3, wide: Qwen3, start: Start, found: dict, step: float) -> Verdict | None:
-    """None, or that the error leans towards a fault."""
+    """None, or that the error is biased towards a fault."""
     def again(m):
         return expected(m, start, found["tokens"])
 
-    reason = leaning(wide, found, again(model), again(wide), again, step)
+    reason = biased_part(wide, found, again(model), again(wide), again, step)
     return Verdict(False, why=reason) if reason else None
 
 

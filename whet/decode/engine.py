@@ -28,7 +28,7 @@ from whet.decode.sampling import Sampling
 from whet.decode.scheduler import Server
 from whet.decode.speculate import Contest, Speculator
 from whet.decode.text import check_text
-from whet.decode.trust import Progress, Verifier, trusted, unseen
+from whet.decode.trust import Progress, Verifier, nothing_verified_yet, trusted
 
 SPECULATIONS = ("ngram",)
 Prompt = str | Sequence[int] | torch.Tensor
@@ -104,13 +104,13 @@ class Stream:
             self.completion = self.llm.completed(self.request)
 
 
-class Numbers:
+class NumberText:
     """What random weights have for a tokenizer: a prompt is its bytes, and tokens are written as numbers."""
 
     def encode(self, text: str) -> list[int]:
         return list(text.encode())
 
-    def stream(self) -> "Numbers":
+    def stream(self) -> "NumberText":
         return self
 
     def push(self, token: int) -> str:
@@ -139,7 +139,7 @@ class LLM:
     random_weights   "qwen3:0.6b", say, instead of a model: for benchmarks
     verify           on a GPU the decode kernels are verified once for each shape of model (whet/decode/trust.py), in seconds;
                      where they fail, stock calls decode. False: they are used as they are
-    progress         told what is verified, (text, done, of)
+    progress         called as progress(text, done, of) while the kernels are verified
 
     One call at a time: a new one ends a stream that is still open. Any of them can be interrupted.
     """
@@ -188,7 +188,7 @@ class LLM:
         positions = model.c.max_positions
         if max_context is not None and max_context > positions:
             raise ValueError(f"max_context must be at most {positions}, the model's positions, got {max_context}")
-        self.model, self.text = model, Numbers() if text is None else text
+        self.model, self.text = model, NumberText() if text is None else text
         self.device = model.embed.device
         self.cache = Cache(model.c, model.embed.dtype, self.device, memory, max_context or positions)
         self.runner = DecodeRunner(model, self.cache, max_batch, self._path(speculate, path), self.trust.kernels)
@@ -240,7 +240,7 @@ class LLM:
     def chat(self, messages: Messages, template: Mapping[str, Any] | None = None, **options: Any) -> Completion:
         """The answer to a conversation: [{"role": "user", "content": ...}, ...], written by the model's chat template.
 
-        template: what else the template is told, such as {"enable_thinking": False}. The turns before are not fed again
+        template: further variables of the template, such as {"enable_thinking": False}. The turns before are not fed again
         where the cache still holds them.
         """
         return self._one(self._request(self.text.chat(messages, **(template or {})), Options(**({"reuse": True} | options))))
@@ -282,8 +282,8 @@ class LLM:
         if bad := [t for t in tokens if isinstance(t, bool) or not isinstance(t, int) or not 0 <= t < vocab]:
             raise ValueError(f"tokens must be whole numbers from 0 to {vocab - 1}, the vocabulary, got {bad[0]!r}")
         if len(tokens) >= longest:
-            held = "the context" if longest == self.cache.max_tokens else f"{self.cache.memory / 2**20:,.0f} MiB of memory"
-            raise ValueError(f"the prompt has {len(tokens)} tokens and {longest - 1} would fit: {held} is {longest} tokens")
+            limit = "the context" if longest == self.cache.max_tokens else f"{self.cache.memory / 2**20:,.0f} MiB of memory"
+            raise ValueError(f"the prompt has {len(tokens)} tokens and {longest - 1} would fit: {limit} is {longest} tokens")
         drafts = self.server.speculator is not None
         if drafts and options.temperature > 0:
             raise ValueError(f"speculation needs temperature 0, got {options.temperature}; open the model without speculate")
@@ -295,7 +295,7 @@ class LLM:
 
 def started(device: str) -> Verifier | None:
     """A child process on its way while the weights are loaded, where nothing was ever verified here."""
-    if not torch.cuda.is_available() or str(device).startswith("cpu") or not unseen():
+    if not torch.cuda.is_available() or str(device).startswith("cpu") or not nothing_verified_yet():
         return None
     made = Verifier()
     made.start()

@@ -1,7 +1,7 @@
 """Models and caches made to show a fault: a few layers of a real model's width with weights and old keys that hide nothing.
 
 plain     residual, attention and MLP of one size, norms between 0.5 and 1.5, keys that differ
-hostile   outlier channels, norms of either sign and zero, old keys so alike that each of them counts
+hostile   outlier channels, norms of either sign and zero, old keys so similar that each of them counts
 small     everything so near to zero that the eps of each norm counts
 """
 
@@ -32,7 +32,7 @@ def size_of(family: str, c: Qwen3Config) -> float:
 
 
 @torch.no_grad()
-def dressed(
+def model_of_family(
     c: Qwen3Config, family: str, dtype: torch.dtype, device: str, quant: str | None = None, ops: str = "triton",
 ) -> Qwen3:
     """A model of this family's weights, every op of its own by whet's kernels, or by the impl named."""
@@ -71,7 +71,7 @@ def dressed(
 
 
 def weights_of_norm(like: torch.Tensor, family: str, generator: torch.Generator) -> torch.Tensor:
-    """No two alike: norms of ones would hide a wrong index."""
+    """No two equal: norms of ones would hide a wrong index."""
     w = torch.rand(like.shape, generator=generator, device=like.device) + 0.5
     if family != "hostile":
         return w

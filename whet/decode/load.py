@@ -60,7 +60,7 @@ def where_of(device: str, dtype: str | torch.dtype) -> dict[str, Any]:
 
 
 def config_of(path: str | Path | None, random_weights: str | None) -> Qwen3Config | None:
-    """What a model is, before a weight of it is read; None where only opening it tells."""
+    """A model's config, before a weight of it is read; None where it is known only once the model is opened."""
     if random_weights is not None:
         return _random_config(random_weights)
     folder = None if path is None else located(path)
@@ -143,8 +143,8 @@ def _open_folder(folder: Path, where: dict, auto: bool) -> tuple[Qwen3, Text | N
     if auto and where["device"].type == "cuda" and (given.get("dtype") or given.get("torch_dtype")) == "float16":
         where = where | dict(dtype=torch.float16)
     text = Text.from_folder(folder) if (folder / "tokenizer.json").is_file() else None
-    said = _json(own) if (own := folder / "generation_config.json").is_file() else {}
-    ends = {k: said[k] for k in ("bos_token_id", "eos_token_id") if said.get(k) is not None}
+    generation = _json(own) if (own := folder / "generation_config.json").is_file() else {}
+    ends = {k: generation[k] for k in ("bos_token_id", "eos_token_id") if generation.get(k) is not None}
     try:
         qwen3.check_fields(ends, own.name)
         config = Qwen3Config.from_hf(given | ends)
@@ -213,21 +213,21 @@ def places(model: Qwen3, names: Mapping[str, str]) -> dict[str, torch.Tensor]:
 
 
 def fill(model: Qwen3, names: Mapping[str, str], stored: Mapping[str, Stored], where: str) -> None:
-    """Copy what is stored into the model. All that is missing, of another shape or dtype, or not wanted, is said first."""
+    """Copy what is stored into the model. All that is missing, of another shape or dtype, or not wanted, is reported first."""
     wanted = places(model, names)
     spare = {n for n in stored if n.endswith(("rotary_emb.inv_freq", "rope_freqs.weight"))}
     if model.c.tied:
         spare.add(names["head"])
-    said = [f"{n} {tuple(t.shape)} is missing" for n, t in wanted.items() if n not in stored]
+    faults = [f"{n} {tuple(t.shape)} is missing" for n, t in wanted.items() if n not in stored]
     for name, s in stored.items():
         if name not in wanted:
-            said += [] if name in spare else [f"{name} {s.shape} is not a tensor of {model.c.name}"]
+            faults += [] if name in spare else [f"{name} {s.shape} is not a tensor of {model.c.name}"]
         elif s.shape != wanted[name].shape:
-            said.append(f"{name} must have shape {tuple(wanted[name].shape)}, got {s.shape}")
+            faults.append(f"{name} must have shape {tuple(wanted[name].shape)}, got {s.shape}")
         elif s.dtype not in STORED:
-            said.append(f"{name} must be stored as {', '.join(STORED)}, got {s.dtype}")
-    if said:
-        raise ValueError(f"{where}: {'; '.join(said[:3])}{f' ({len(said)} such in all)' if len(said) > 3 else ''}")
+            faults.append(f"{name} must be stored as {', '.join(STORED)}, got {s.dtype}")
+    if faults:
+        raise ValueError(f"{where}: {'; '.join(faults[:3])}{f' ({len(faults)} such in all)' if len(faults) > 3 else ''}")
     for name, place in wanted.items():
         place.copy_(stored[name].read())
 

@@ -13,7 +13,7 @@ import torch
 
 from whet import machine
 
-SHARED_LIMIT, MOST_SHARED = 8, 97  # CUfunction_attribute and CUdevice_attribute of the driver's API
+SHARED_LIMIT, MAX_SHARED = 8, 97  # CUfunction_attribute and CUdevice_attribute of the driver's API
 
 
 def cache_folder() -> Path:
@@ -58,7 +58,7 @@ def driver() -> ctypes.CDLL:
 
 
 def compiled(source: str, arch: str, sizes: dict[str, int], verbose: bool = False) -> tuple[bytes, str]:
-    """Machine code for an architecture such as sm_90, and what the compiler said."""
+    """Machine code for an architecture such as sm_90, and the compiler's log."""
     lib, program, size = nvrtc(), ctypes.c_void_p(), ctypes.c_size_t()
     options = [f"--gpu-architecture={arch}", "--std=c++17", *(f"-D{k}={v}" for k, v in sizes.items())]
     options += ["--ptxas-options=-v"] if verbose else []
@@ -70,14 +70,14 @@ def compiled(source: str, arch: str, sizes: dict[str, int], verbose: bool = Fals
         lib.nvrtcGetProgramLogSize(program, ctypes.byref(size))
         log = ctypes.create_string_buffer(size.value)
         lib.nvrtcGetProgramLog(program, log)
-        said = log.value.decode(errors="replace")
+        compiler_log = log.value.decode(errors="replace")
         if failed:
-            first = next((line for line in said.splitlines() if "error" in line), f"error {failed}")
+            first = next((line for line in compiler_log.splitlines() if "error" in line), f"error {failed}")
             raise ValueError(f"NVRTC for {arch}: {first.strip()}")
         lib.nvrtcGetCUBINSize(program, ctypes.byref(size))
         code = ctypes.create_string_buffer(size.value)
         lib.nvrtcGetCUBIN(program, code)
-        return code.raw, said
+        return code.raw, compiler_log
     finally:
         lib.nvrtcDestroyProgram(ctypes.byref(program))
 
@@ -104,11 +104,11 @@ def check(result: int, what: str) -> None:
         raise RuntimeError(f"{what}: {(text.value or b'unknown error').decode()}")
 
 
-def most_shared(device: torch.device) -> int:
+def max_shared_memory(device: torch.device) -> int:
     """Bytes of shared memory that a block may ask for."""
     value, index = ctypes.c_int(), torch.device(device).index
     given = torch.cuda.current_device() if index is None else index
-    check(driver().cuDeviceGetAttribute(ctypes.byref(value), MOST_SHARED, given), "shared memory of the device")
+    check(driver().cuDeviceGetAttribute(ctypes.byref(value), MAX_SHARED, given), "shared memory of the device")
     return value.value
 
 

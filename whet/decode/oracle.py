@@ -1,4 +1,4 @@
-"""What a decoder is held against: the model by its plain formulas, in its own dtype or a wider one."""
+"""What a decoder is compared with: the model by its plain formulas, in its own dtype or a wider one."""
 
 import contextlib
 import functools

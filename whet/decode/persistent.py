@@ -1,8 +1,8 @@
 """Greedy tokens of one sequence in one persistent kernel (cuda/*.cu): no launch, no grid barrier between its stages.
 
 It takes a model of the family in bfloat16, its weights so or in int8 or int4, whose sizes fit, on a GPU with bulk copies
-(sm_90 and later); unfit() says why another does not fit, and the runner's graph decodes it. It is compiled once for each
-model's sizes, by NVRTC, in a thread of its own while the prompt is read.
+(sm_90 and later); model_refused() says why another does not fit, and the runner's graph decodes it. It is compiled once for
+each model's sizes, by NVRTC, in a thread of its own while the prompt is read.
 """
 
 import concurrent.futures
@@ -59,7 +59,7 @@ def blocks_for(model: Qwen3, processors: int) -> int:
     return -(-model.c.hidden // -(-model.c.hidden // processors))
 
 
-def unfit(model: Qwen3) -> str | None:
+def model_refused(model: Qwen3) -> str | None:
     """Why a model cannot be decoded so, whatever the GPU; None where it can."""
     c = model.c
     if model.embed.dtype != torch.bfloat16:
@@ -109,12 +109,12 @@ class Persistent:
 
     def __init__(self, model: Qwen3):
         self.model, device = model, model.embed.device
-        if why := unable(device) or unfit(model):
+        if why := device_refused(device) or model_refused(model):
             raise ValueError(f"the persistent kernel does not fit: {why}")
         with torch.cuda.device(device):
             props = torch.cuda.get_device_properties(device)
             self.blocks = blocks_for(model, props.multi_processor_count)
-            sizes = sizes_of(model, self.blocks, nvrtc.most_shared(device))
+            sizes = sizes_of(model, self.blocks, nvrtc.max_shared_memory(device))
             self.code = compiler().submit(nvrtc.cached, source(), f"sm_{props.major}{props.minor}a", sizes)
             self.kernel: nvrtc.LoadedKernel | None = None
             self.layers = layer_table(model).to(device)
@@ -146,7 +146,7 @@ class Persistent:
         self.kernel.launch(self.blocks, self.threads, self.shared, args)
 
 
-def unable(device: torch.device) -> str | None:
+def device_refused(device: torch.device) -> str | None:
     """Why a GPU cannot run it; None where it can."""
     if device.type != "cuda" or torch.version.hip:
         return f"it is for CUDA GPUs, got {device}"
@@ -162,14 +162,14 @@ def compiler() -> concurrent.futures.Executor:
 def wanted(model: Qwen3, path: str) -> bool:
     """Whether it decodes this model, if it compiles and is right. auto: on the GPUs where it is TRUSTED."""
     device = model.embed.device
-    if path == "graph" or unable(device) or unfit(model):
+    if path == "graph" or device_refused(device) or model_refused(model):
         return False
     return path == "persistent" or torch.cuda.get_device_capability(device) in TRUSTED
 
 
 def refuse_early(c: Qwen3Config | None, device: torch.device, dtype: torch.dtype) -> None:
     """ValueError where the kernel cannot be had, by what is known before a weight is read. c: None where that is not known."""
-    why = unable(device) or (unfit(Qwen3(c, device="meta", dtype=dtype)) if c is not None else None)
+    why = device_refused(device) or (model_refused(Qwen3(c, device="meta", dtype=dtype)) if c is not None else None)
     if why:
         raise ValueError(f"path='persistent' does not fit: {why}; use path='auto' or 'graph'")
 

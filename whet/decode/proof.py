@@ -4,13 +4,13 @@
 
 step      every op of a decode step, at the contexts and batch sizes that choose other kernels, each op verified alone
 head      the likeliest token, wherever in the vocabulary it stands; the first of equals; NaN is seen
-prefill   every op of a chunk of a prompt, at its beginning and behind other chunks
+prefill   every op of a chunk of a prompt, at its beginning and after other chunks
 decode    the runner itself, as it serves: tokens, logits, and the keys and values it wrote, from several bursts, again with the
           same bits; the persistent kernel with all its logits
 
 Ops are proved in the model's dtype and, where that is narrower, in float32 too, where a small fault shows. The persistent
-kernel has no other dtype: whether its error leans towards a fault is asked instead (whet/decode/lean.py). The rule is that of
-whet.verify.
+kernel has no other dtype: whether its error is biased towards a fault is tested instead (whet/decode/bias.py). The rule is
+that of whet.verify.
 """
 
 import contextlib
@@ -21,9 +21,10 @@ from typing import Any
 
 import torch
 
+from whet.choices import public
 from whet.decode import hostile
 from whet.decode.decoded import decode_verdict
-from whet.decode.hostile import FAMILIES, caches, dressed, few_layers
+from whet.decode.hostile import FAMILIES, caches, few_layers, model_of_family
 from whet.models.qwen3 import Qwen3, Qwen3Config
 from whet.op import DTYPE_NAMES, DTYPES, Call, Op, discover
 from whet.ops._gemv import batch_invariant
@@ -196,7 +197,7 @@ def positions(rows: int, last: int) -> list[list[int]]:
 
 def step_verdict(c: Qwen3Config, quant: str | None, part: ProofPart, device: str, family: str) -> Verdict:
     """Each op of a step, on what the formulas of the ops before give it."""
-    model = dressed(few_layers(c, 1), family, DTYPES[part.dtype], device, quant)
+    model = model_of_family(few_layers(c, 1), family, DTYPES[part.dtype], device, quant)
     with proving(model, family) as found, pdl(), batch_invariant() if part.tokens > 1 else contextlib.nullcontext():
         for olds in positions(part.rows, part.context - part.tokens):
             kv = caches(model, olds, part.context, family)
@@ -206,8 +207,8 @@ def step_verdict(c: Qwen3Config, quant: str | None, part: ProofPart, device: str
 
 
 def prefill_verdict(c: Qwen3Config, quant: str | None, part: ProofPart, device: str, family: str) -> Verdict:
-    """Each op of a chunk of a prompt behind up to part.context tokens, in the second row of a cache."""
-    model = dressed(few_layers(c, 2), family, DTYPES[part.dtype], device, quant)
+    """Each op of a chunk of a prompt after up to part.context tokens, in the second row of a cache."""
+    model = model_of_family(few_layers(c, 2), family, DTYPES[part.dtype], device, quant)
     cases = [(0, T) for T in CHUNKS] + [(start, CHUNKS[0]) for start in PREFIXES if 0 < start <= part.context]
     with proving(model, family) as found:
         for start, T in cases:
@@ -220,7 +221,7 @@ def prefill_verdict(c: Qwen3Config, quant: str | None, part: ProofPart, device: 
 
 def head_verdict(c: Qwen3Config, quant: str | None, part: ProofPart, device: str, family: str) -> Verdict:
     """norm_argmax of hidden states that point each at a token: at both ends of the vocabulary, at the ends of blocks."""
-    model = dressed(few_layers(c, 1), family, DTYPES[part.dtype], device, quant)
+    model = model_of_family(few_layers(c, 1), family, DTYPES[part.dtype], device, quant)
     V, w = c.vocab, model.head
     twins = sorted({V // 3, V - 3} & set(range(V)))  # two equal rows: the first counts
     for t in (w.data, w.scale):
@@ -231,7 +232,7 @@ def head_verdict(c: Qwen3Config, quant: str | None, part: ProofPart, device: str
     x = pointing(model, places, family)
     wanted, eager = (logits_of(model, x, dtype) for dtype in (torch.float64, x.dtype))
     with pdl():
-        run = discover()["norm_argmax"].impls["triton"].run
+        run = functools.partial(public(discover()["norm_argmax"]), impl="triton")
         pieces = [run(piece, model.norm, w.data, w.scale, c.eps) for piece in x.split(part.rows)]
         x[-1] = float("nan")
         broken = run(x[-part.rows :], model.norm, w.data, w.scale, c.eps)[1]
@@ -285,7 +286,7 @@ def chosen_badly(token: torch.Tensor, wanted: torch.Tensor, eager: torch.Tensor,
 
 
 def runner_verdict(c: Qwen3Config, quant: str | None, part: ProofPart, device: str, family: str) -> Verdict:
-    model = dressed(few_layers(c), family, DTYPES[part.dtype], device, quant)
+    model = model_of_family(few_layers(c), family, DTYPES[part.dtype], device, quant)
     return decode_verdict(model, part.kind, part.rows, part.context, family, chosen_badly)
 
 

@@ -29,7 +29,7 @@ def quantize(model: Any, quant: str) -> None:
         raise ValueError(f"quantize: quant must be one of {', '.join(QUANTS)}, got {quant!r}")
     found = dict(weights(model))
     for name, w in found.items():
-        if reason := misfit(w.data, quant):
+        if reason := refuses(w.data, quant):
             raise ValueError(f"quantize[{quant}]: {name} {reason}")
     for name, w in found.items():
         if not torch.isfinite(torch.stack(torch.aminmax(w.data.detach()))).all():
@@ -46,7 +46,7 @@ def weights(model: Any) -> Iterator[tuple[str, Any]]:
     yield "head", model.head
 
 
-def misfit(w: torch.Tensor, quant: str) -> str | None:
+def refuses(w: torch.Tensor, quant: str) -> str | None:
     """None, or why w cannot be quantised so."""
     if have := quant_of(w):
         return f"is {have} already, expected weights that are not quantised; load the model again"
@@ -92,7 +92,7 @@ def int4_scale(groups: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
 
     The value furthest from zero goes to -8, which reaches one step beyond 7: a positive one makes the scale negative.
     Large weights matter more than their squared error says. SmolLM2-135M on 1,024 tokens, KL from float32: 0.38 so, 0.48
-    with all errors counted alike, 0.47 with the largest value at 7. (That file's weights were rounded to four bits before.)
+    with all errors counted equally, 0.47 with the largest value at 7. (That file's weights were rounded to four bits before.)
     """
     counts = groups.abs()
     furthest = groups.gather(-1, counts.argmax(-1, keepdim=True))
@@ -110,8 +110,8 @@ def nibbles(groups: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
 
 def divisor(scale: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     """The scale as dtype holds it, in float32; 1 where everything is zero."""
-    held = scale.to(dtype).float()
-    return torch.where(held == 0, 1.0, held)
+    stored = scale.to(dtype).float()
+    return torch.where(stored == 0, 1.0, stored)
 
 
 def bytes_per_token(model: Any, context: int) -> int:

@@ -2,7 +2,7 @@
 
 A step feeds each row's token at its position, chooses the next one and moves on; nothing of that is read by the host. On a
 GPU a step is captured as a graph, one for each number of rows, context bucket and way of choosing, and replayed. What a
-burst of steps chose is copied to pinned memory behind it, and read when its mark is reached, while the next burst runs.
+burst of steps chose is copied to pinned memory after it, and read when its mark is reached, while the next burst runs.
 """
 
 import contextlib
@@ -108,10 +108,10 @@ class DecodeRunner:
     def hold(self, rows: int, tokens: int) -> None:
         """Room in the cache; graphs of the memory that was given up go with it."""
         if rows > self.cache.rows or tokens > self.cache.capacity:
-            self.forget()
+            self.drop_graphs()
             self.cache.hold(rows, tokens)
 
-    def forget(self) -> None:
+    def drop_graphs(self) -> None:
         """Drop the graphs, once no replay of them is under way."""
         if self.device.type == "cuda":
             torch.cuda.synchronize(self.device)
@@ -142,7 +142,7 @@ class DecodeRunner:
     @torch.no_grad()
     def prefill(self, slot: int, tokens: list[int], start: int, sampling: Sampling) -> Burst:
         """Feed tokens[start:] to a row whose cache holds those before, and choose the first new one. The row is then live."""
-        with self.here():
+        with self.on_device():
             begin, end = graphs.Mark(self.device), len(tokens)
             hidden = self.chunks.feed(slot, tokens, start)
             self._set(slot, sampling)
@@ -158,11 +158,11 @@ class DecodeRunner:
         """n steps of the first `rows` rows, none of which passes `context` tokens."""
         if n > RING:
             raise ValueError(f"steps: n must be at most {RING}, got {n}")
-        if self.alone(rows, mode):
+        if self.persistent_serves(rows, mode):
             self.persistent = persistent.loaded(self.persistent, self.path)
-        if self.alone(rows, mode):
+        if self.persistent_serves(rows, mode):
             return self.persistent_steps(n)
-        with self.here():
+        with self.on_device():
             self.column.zero_()  # before a capture too: its warm-up writes there
             run = self.graph(("step", rows, context, mode), functools.partial(self._step, rows, context, mode))
             begin = graphs.Mark(self.device)
@@ -170,14 +170,14 @@ class DecodeRunner:
                 run()
             return self.sent(self.out_tokens[:rows, :n], self.logit[:rows, :n] if mode == "greedy" else None, begin)
 
-    def alone(self, rows: int, mode: str) -> bool:
+    def persistent_serves(self, rows: int, mode: str) -> bool:
         """Whether the persistent kernel decodes these."""
         return self.persistent is not None and rows == 1 and mode == "greedy"
 
     def persistent_steps(self, n: int, logits: torch.Tensor | None = None) -> Burst:
         """n tokens of row 0 in one launch; it must be live. logits (n, V): where all of them go."""
         assert self.persistent is not None
-        with self.here():
+        with self.on_device():
             begin, row = graphs.Mark(self.device), slice(0, 1)
             cache = [t[:, 0] for t in self.cache.kv]
             self.persistent.steps(n, cache, self.token[row], self.position[row], self.out_tokens[0], self.logit[0], logits)
@@ -189,7 +189,7 @@ class DecodeRunner:
     def ready(self, key: tuple) -> bool:
         """Whether a burst can be enqueued at once: capturing a graph makes the host wait for all that is under way, and the
         persistent kernel for its compiler."""
-        if key[0] == "step" and self.persistent is not None and self.alone(key[1], key[3]):
+        if key[0] == "step" and self.persistent is not None and self.persistent_serves(key[1], key[3]):
             return self.persistent.kernel is not None
         return self.capture is None or key in self.graphs
 
@@ -198,12 +198,12 @@ class DecodeRunner:
         if self.capture is None:
             return run
         if key not in self.graphs:
-            with self.still():
+            with self.frozen():
                 self.graphs[key] = self.capture(run)
         return self.graphs[key]
 
     @contextlib.contextmanager
-    def still(self) -> Iterator[None]:
+    def frozen(self) -> Iterator[None]:
         token, increments = self.token.clone(), self._increments.clone()
         self._increments.zero_()
         try:
@@ -244,7 +244,7 @@ class DecodeRunner:
         self._counters.add_(self._increments)
 
     def _hidden(self, rows: int, context: int) -> torch.Tensor:
-        """The hidden state behind each row's token. On a CPU the host reads a row's position at no cost, and extend reads no
+        """The hidden state after each row's token. On a CPU the host reads a row's position at no cost, and extend reads no
         more keys than there are, where step reads its whole bucket."""
         k, v = self._cut(rows, context)
         if rows == 1 and self.extends and self.capture is None:
@@ -273,6 +273,6 @@ class DecodeRunner:
         pinned = torch.empty(t.shape, dtype=t.dtype, pin_memory=self.device.type == "cuda")
         return pinned.copy_(t, non_blocking=True)
 
-    def here(self) -> contextlib.AbstractContextManager:
+    def on_device(self) -> contextlib.AbstractContextManager:
         """graphs.Graph and Mark work on the current device."""
         return torch.cuda.device(self.device) if self.device.type == "cuda" else contextlib.nullcontext()

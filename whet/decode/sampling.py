@@ -103,7 +103,7 @@ def kept(below: torch.Tensor, T: torch.Tensor, top_k: torch.Tensor, top_p: torch
 
 
 def row_key(seed: torch.Tensor, position: torch.Tensor) -> torch.Tensor:
-    """Two int32 for each row (B, 2): products modulo 2^64, which CPUs and GPUs do alike, and shifts that carry the sign."""
+    """Two int32 for each row (B, 2): products modulo 2^64, the same on CPUs and GPUs, and shifts that carry the sign."""
     x = seed.long() * -0x61C8864680B583EB + (position.long() * 0x2545F4914F6CDD1D + 0x5851F42D4C957F2D)
     x = (x ^ (x >> 32)) * 0x369DEA0F31A53F85
     x = (x ^ (x >> 29)) * 0x27BB2EE687B0B0FD

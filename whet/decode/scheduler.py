@@ -43,12 +43,12 @@ class Slot:
 
     def shared_prefix(self, tokens: Sequence[int]) -> int:
         """How many of a prompt's tokens need not be fed again. The last one must: it gives the first new token."""
-        most = min(len(self.cached_tokens), len(tokens) - 1)
-        return next((i for i in range(most) if self.cached_tokens[i] != tokens[i]), most)
+        limit = min(len(self.cached_tokens), len(tokens) - 1)
+        return next((i for i in range(limit) if self.cached_tokens[i] != tokens[i]), limit)
 
 
 @dataclass
-class Sent:
+class BurstInFlight:
     """A burst under way, whose it is, and how many speculative steps it has, if it has."""
 
     burst: Burst
@@ -67,22 +67,22 @@ class Server:
 
     def serve(self, requests: Sequence[Request]) -> Generator[tuple[Request, int, str], None, None]:
         """Each token with the text it makes certain, as they come. Ended early, all is left ready for the next call."""
-        waiting, sent = deque(requests), deque[Sent]()
+        waiting, in_flight = deque(requests), deque[BurstInFlight]()
         self._rest()
         try:
-            while waiting or sent or any(s.request for s in self.slots):
-                self._admit(waiting, sent)
-                while sent and not self.ahead:  # where a burst is done when it is enqueued, first tokens wait for none
-                    yield from self._read(sent.popleft())
-                if more := self._enqueue(idle=not sent):
-                    sent.append(more)
-                while len(sent) > (self.ahead if more else 0):
-                    yield from self._read(sent.popleft())
+            while waiting or in_flight or any(s.request for s in self.slots):
+                self._admit(waiting, in_flight)
+                while in_flight and not self.ahead:  # where a burst is done when it is enqueued, first tokens wait for none
+                    yield from self._read(in_flight.popleft())
+                if more := self._enqueue(idle=not in_flight):
+                    in_flight.append(more)
+                while len(in_flight) > (self.ahead if more else 0):
+                    yield from self._read(in_flight.popleft())
         finally:
             self._rest()
 
     def _rest(self) -> None:
-        """No row runs; each stands behind what it holds. Whatever was interrupted, this is a state to go on from."""
+        """No row runs; each is positioned after its cached tokens. Whatever was interrupted, this is a state to go on from."""
         cache = self.runner.cache
         for i, s in enumerate(self.slots):
             if s.request is not None and s.request.reason is None:
@@ -100,10 +100,10 @@ class Server:
         s.request, s.uncertain = None, 0
 
     def _idle(self, i: int, context: int) -> None:
-        """An idle row inside a burst writes to one place: behind what it holds, where that lies within the context."""
+        """An idle row inside a burst writes to one place: after its cached tokens, where that lies within the context."""
         s = self.slots[i]
-        behind = s.position if s.request is not None else len(s.cached_tokens)
-        place = min(behind, context - 1) if s.idle_position is None else min(s.idle_position, context - 1)
+        after = s.position if s.request is not None else len(s.cached_tokens)
+        place = min(after, context - 1) if s.idle_position is None else min(s.idle_position, context - 1)
         if place != s.idle_position:
             self.runner.place(i, place, live=False)
             s.idle_position, s.cached_tokens = place, s.cached_tokens[:place]
@@ -123,7 +123,7 @@ class Server:
     def _taken(self) -> list[int]:
         return [i for i, s in enumerate(self.slots) if s.request is not None]
 
-    def _admit(self, waiting: deque[Request], sent: deque[Sent]) -> None:
+    def _admit(self, waiting: deque[Request], in_flight: deque[BurstInFlight]) -> None:
         """Prompts into free places, as long as all in the batch could come to their full length together."""
         while waiting:
             free = [i for i, s in enumerate(self.slots) if s.request is None]
@@ -138,7 +138,7 @@ class Server:
                 return
             waiting.popleft()
             try:
-                sent.append(self._start(slot, best, request))
+                in_flight.append(self._start(slot, best, request))
             except (ValueError, torch.OutOfMemoryError) as e:
                 request.fail(str(e).splitlines()[0])
                 if not self.runner.cache.rows:
@@ -154,7 +154,7 @@ class Server:
             s.cached_tokens = []
             self._settle(i)
 
-    def _start(self, slot: int, source: int, request: Request) -> Sent:
+    def _start(self, slot: int, source: int, request: Request) -> BurstInFlight:
         s, taken = self.slots[slot], self._taken()
         now = [len(request.tokens) + min(request.limit, RESERVE), *(self.slots[i].position + 1 for i in taken)]
         self._hold(self._rows(slot, *taken), max(now))
@@ -170,9 +170,9 @@ class Server:
         for i in self._taken():
             if (other := self.slots[i].request) is not None:
                 other.alone &= len(taken) == 0
-        return Sent(burst, {0: request}, slot)
+        return BurstInFlight(burst, {0: request}, slot)
 
-    def _enqueue(self, idle: bool) -> Sent | None:
+    def _enqueue(self, idle: bool) -> BurstInFlight | None:
         """The next burst; None where there is none, or where what is under way should be read first, unless nothing is."""
         live = {i: s for i, s in enumerate(self.slots) if s.live}
         if not live:
@@ -199,7 +199,7 @@ class Server:
             self.speculator.follow(top, n)
         for s in live.values():
             s.position, s.enqueued = s.position + n, s.enqueued + n
-        return Sent(burst, requests)
+        return BurstInFlight(burst, requests)
 
     def _draft_steps(self, s: Slot) -> int:
         """Steps with drafts to enqueue next: none before the first plain burst, once they lost, or without room for a draft."""
@@ -209,7 +209,7 @@ class Server:
         room = (self.runner.cache.longest - s.position) // (DRAFT + 1)
         return min(max(1, self.burst // 2), r.limit - s.enqueued, room)
 
-    def _speculate(self, speculator: Speculator, s: Slot, n: int, idle: bool) -> Sent | None:
+    def _speculate(self, speculator: Speculator, s: Slot, n: int, idle: bool) -> BurstInFlight | None:
         end = s.position + n * (DRAFT + 1)
         self._hold(1, end)
         speculator.hold()
@@ -218,36 +218,36 @@ class Server:
             return None
         burst = speculator.steps(n, context)
         s.position, s.enqueued, s.uncertain = end, s.enqueued + n, s.uncertain + 1
-        return Sent(burst, {0: s.request}, drafted_steps=n)
+        return BurstInFlight(burst, {0: s.request}, drafted_steps=n)
 
-    def _read(self, sent: Sent) -> Iterator[tuple[Request, int, str]]:
-        rows, now = sent.burst.read(), measure.now()
-        for row, request in sent.rows.items():
-            s, tokens = self.slots[sent.first_slot + row], rows[row]
+    def _read(self, in_flight: BurstInFlight) -> Iterator[tuple[Request, int, str]]:
+        rows, now = in_flight.burst.read(), measure.now()
+        for row, request in in_flight.rows.items():
+            s, tokens = self.slots[in_flight.first_slot + row], rows[row]
             if request.reason is not None:
                 continue
             if request.contest is not None:
-                tokens = self._tally(sent, s, request, tokens)
-            each = sent.burst.seconds / max(1, len(tokens)) if request.new else 0.0
+                tokens = self._tally(in_flight, s, request, tokens)
+            each = in_flight.burst.seconds / max(1, len(tokens)) if request.new else 0.0
             for token in tokens:
                 request.busy += each
                 text = request.take(token, now)
                 if request.reason is not None:
-                    self._end(sent.first_slot + row)
+                    self._end(in_flight.first_slot + row)
                 yield request, token, text
                 if request.reason is not None:
                     break
 
-    def _tally(self, sent: Sent, s: Slot, request: Request, tokens: list[int]) -> list[int]:
+    def _tally(self, in_flight: BurstInFlight, s: Slot, request: Request, tokens: list[int]) -> list[int]:
         """Those of the tokens that count; and the contest learns what the burst took."""
-        contest, n = request.contest, sent.drafted_steps
-        if contest is None or sent.burst.tally is None:
+        contest, n = request.contest, in_flight.drafted_steps
+        if contest is None or in_flight.burst.tally is None:
             if contest is not None and request.new:
-                contest.saw_plain(len(tokens), sent.burst.seconds)
+                contest.saw_plain(len(tokens), in_flight.burst.seconds)
             return tokens
-        count, drafted, agreed = sent.burst.tally.tolist()
+        count, drafted, agreed = in_flight.burst.tally.tolist()
         s.position, s.enqueued, s.uncertain = s.position - (n * (DRAFT + 1) - count), s.enqueued + count - n, s.uncertain - 1
-        contest.saw(n, count, sent.burst.seconds, drafted, agreed, len(request.new) + count)
+        contest.saw(n, count, in_flight.burst.seconds, drafted, agreed, len(request.new) + count)
         return tokens[:count]
 
     def _end(self, i: int) -> None:
@@ -261,7 +261,7 @@ class Server:
         self._settle(i)
 
     def _settle(self, i: int) -> None:
-        """An idle row stands behind what it holds."""
+        """An idle row is positioned after its cached tokens."""
         s, cache = self.slots[i], self.runner.cache
         s.cached_tokens = s.cached_tokens[: cache.capacity - 1] if i < cache.rows else []
         s.idle_position = len(s.cached_tokens)

@@ -26,7 +26,7 @@ def draft(history: torch.Tensor, position: torch.Tensor, count: int, context: in
     """What followed the latest earlier place with the same last three tokens, else two; and whether there was one.
 
     history    tokens of the row; the last known one stands at position (1,)
-    context    more than position: tokens behind it are not looked at
+    context    more than position: tokens after it are not looked at
     A place so near the end that fewer than `count` tokens follow it is a loop: they are repeated.
     """
     h, last = history[:context], history[(position - torch.arange(2, -1, -1, device=history.device)).clamp(min=0)]
@@ -56,7 +56,7 @@ class Speculator:
         self.history = torch.zeros(0, dtype=torch.int64, device=runner.device)
 
     def hold(self) -> None:
-        """As long as the cache, and a draft behind it. It moves after the cache has, when no graph is left that knows it."""
+        """As long as the cache, and a draft after it. It moves after the cache has, when no graph is left that knows it."""
         size = self.runner.cache.capacity + DRAFT + 1
         if size > len(self.history):
             self.history = torch.cat([self.history, self.history.new_zeros(size - len(self.history))])
@@ -77,7 +77,7 @@ class Speculator:
         r, width = self.runner, n * (DRAFT + 1)
         if width > RING:
             raise ValueError(f"speculation: n must be at most {RING // (DRAFT + 1)} steps, got {n}")
-        with r.here():
+        with r.on_device():
             r.tally.zero_()  # before a capture too: its warm-up writes there
             run = r.graph(("speculate", context), functools.partial(self._step, context))
             begin = graphs.Mark(r.device)

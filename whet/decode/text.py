@@ -43,9 +43,9 @@ class Text:
         except Exception as e:  # tokenizers raises nothing narrower
             raise ValueError(f"{folder}: tokenizer.json cannot be read: {e}") from None
         settings = folder / "tokenizer_config.json"
-        said = json.loads(settings.read_text()) if settings.is_file() else {}
-        special = {k: v["content"] if isinstance(v, dict) else v for k, v in said.items() if k.endswith("_token")}
-        template = said.get("chat_template")
+        config = json.loads(settings.read_text()) if settings.is_file() else {}
+        special = {k: v["content"] if isinstance(v, dict) else v for k, v in config.items() if k.endswith("_token")}
+        template = config.get("chat_template")
         if isinstance(template, list):  # several, by name
             template = next((t["template"] for t in template if t.get("name") == "default"), None)
         if (own := folder / "chat_template.jinja").is_file():

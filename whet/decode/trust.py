@@ -35,7 +35,7 @@ USED = (  # the ops of a model that decodes: of a step, then of a prompt
 )
 RUN = (  # what runs them, and what verifies them
     "models/qwen3", "decode/runner", "decode/chunks", "decode/note", "decode/persistent", "decode/nvrtc", "decode/proof",
-    "decode/hostile", "decode/decoded", "decode/oracle", "decode/lean", "verify", "judge",
+    "decode/hostile", "decode/decoded", "decode/oracle", "decode/bias", "verify", "judge",
 )
 INSTEAD = {"graph": "decoding by stock calls, slower", "persistent": "one sequence is decoded without the persistent kernel"}
 Progress = Callable[[str, int, int], None]
@@ -110,7 +110,7 @@ class Verifier:
         for thread in threads:
             while thread.is_alive():
                 progress("verifying the decode kernels, once", sum(map(len, found.values())), total)
-                thread.join(0.1)  # short, so that Ctrl-C is heard
+                thread.join(0.1)  # short, so that Ctrl-C is handled
         took = {"s": round(measure.now() - begun, 1)}
         return {path: verdict_of(answers) | took for path, answers in found.items()}
 
@@ -155,7 +155,7 @@ def wanted(model: Qwen3) -> bool:
     return model.embed.device.type == "cuda" and model.variant == "tuned" and not model.own_ops
 
 
-def unseen() -> bool:
+def nothing_verified_yet() -> bool:
     """Whether nothing was ever verified here with these sources: then a child can be started before a model is opened."""
     return not any(key.endswith(f"sources={sources()}") for key in Lock.read().decoders)
 

@@ -184,7 +184,7 @@ def bindings(nodes: list, source: Source) -> dict[str, list]:
 
 
 def region(nodes: list, starts: list, end) -> tuple:
-    """(the reading at the start, what lies between, whether round a loop, the start being read again behind the end)."""
+    """(the reading at the start, what lies between, whether round a loop, the start being read again after the end)."""
     later = [s for s in starts if place(s) >= place(end) or s is end]
     loops = [n for n in nodes if isinstance(n, (ast.For, ast.While)) and place(n) <= place(end) <= end_of(n)]
     around = [n for n in loops for s in later if place(s) <= end_of(n)]
@@ -196,13 +196,13 @@ def region(nodes: list, starts: list, end) -> tuple:
     return start, [n for n in nodes if end_of(start) <= place(n) < place(end)], False
 
 
-def words(nodes: list) -> set[str]:
+def names_in(nodes: list) -> set[str]:
     return {last_name(n) for n in nodes if isinstance(n, (ast.Attribute, ast.Name))}
 
 
 def waits_in(nodes: list, source: Source) -> bool:
     """Whether any of this waits for the GPU, functions of the file that it calls looked into once."""
-    if words(nodes) & source.waits:
+    if names_in(nodes) & source.waits:
         return True
     results = [n for n in nodes if isinstance(n, ast.Assign) and any(isinstance(c, ast.Call) for c in ast.walk(n.value))]
     results = [n for n in results if not any(is_clock(c, source) for c in ast.walk(n.value))]
@@ -214,7 +214,7 @@ def waits_in(nodes: list, source: Source) -> bool:
         shown = {n.id for a in node.args for n in ast.walk(a) if isinstance(n, ast.Name)}
         if name == "print" and shown & made or name in ("float", "bool") and shown:
             return True
-        if any(words(list(ast.walk(f))) & source.waits for f in source.functions.get(name, ())):
+        if any(names_in(list(ast.walk(f))) & source.waits for f in source.functions.get(name, ())):
             return True
     return False
 

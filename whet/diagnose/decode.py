@@ -38,8 +38,8 @@ class DecodeTarget(Target):
     bytes: int = 0  # that a token must read
 
 
-class Spoken:
-    """Every op of these choices is a range of its own while a profiler watches, and nothing else while none does."""
+class ProfiledChoices:
+    """Choices whose ops are each a named range while a profiler runs; without one they are the choices themselves."""
 
     def __init__(self, ops: Choices):
         self.ops = ops
@@ -47,7 +47,7 @@ class Spoken:
     def __getattr__(self, name: str):
         run = getattr(self.ops, name)
 
-        def told(*args, **kwargs):
+        def ranged(*args, **kwargs):
             if not torch.autograd._profiler_enabled():
                 return run(*args, **kwargs)
             span = Range("forward", f"ops.{name}")
@@ -56,7 +56,7 @@ class Spoken:
             finally:
                 span.close()
 
-        return told
+        return ranged
 
 
 def built_in(text: str) -> DecodeTarget | None:
@@ -74,7 +74,7 @@ def built_in(text: str) -> DecodeTarget | None:
     token = torch.zeros(1, 1, dtype=torch.int64, device=model.embed.device)
     contender.feed(torch.arange(CONTEXT, device=token.device)[None] % model.c.vocab, token)
     at, (k, v) = torch.full((1,), CONTEXT, dtype=torch.int64, device=token.device), contender.runner.cache.kv
-    plain: Any = Spoken(Choices(default="eager"))
+    plain: Any = ProfiledChoices(Choices(default="eager"))
 
     def step():
         tuned, model.ops = model.ops, plain
@@ -84,9 +84,9 @@ def built_in(text: str) -> DecodeTarget | None:
         finally:
             model.ops = tuned
 
-    said = f"decoding at batch 1 after {CONTEXT} tokens, by plain formulas launched one by one; after: by the decode ops"
+    note = f"decoding at batch 1 after {CONTEXT} tokens, by plain formulas launched one by one; after: by the decode ops"
     return DecodeTarget(
-        model, kind="decode", name=f"{known.name}:{size}", step_with=step, notes=[said], burst=lambda: contender.run(BURST),
+        model, kind="decode", name=f"{known.name}:{size}", step_with=step, notes=[note], burst=lambda: contender.run(BURST),
         bytes=bytes_per_token(model, CONTEXT),
     )
 
@@ -173,5 +173,5 @@ def as_decode(target: Target) -> Target:
             out = model(input_ids=state["token"], past_key_values=state["past"], use_cache=True)
             state["past"], state["token"] = out.past_key_values, out.logits[:, -1:].argmax(-1)
 
-    said = f"decoding at batch 1 after a prompt of {ids.shape[1]} tokens; the cache grows as generate() grows it"
-    return replace(target, kind="decode", step_with=step, notes=[*target.notes, said])
+    note = f"decoding at batch 1 after a prompt of {ids.shape[1]} tokens; the cache grows as generate() grows it"
+    return replace(target, kind="decode", step_with=step, notes=[*target.notes, note])

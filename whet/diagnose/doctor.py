@@ -11,8 +11,8 @@ from whet.diagnose.checks import discover
 from whet.diagnose.decode import as_decode, built_in
 from whet.diagnose.run import Check, Finding, Run
 from whet.diagnose.script import run_script
-from whet.diagnose.target import CannotRun, Target, resolve, unmoved
-from whet.diagnose.tell import notes, overview, slowest_part
+from whet.diagnose.summary import notes, overview, slowest_part
+from whet.diagnose.target import CannotRun, Target, resolve, state_preserved
 from whet.figures import error_line, percent
 
 Progress = Callable[[str, int, int], None]
@@ -81,11 +81,11 @@ def open_target(text: str, kind: str | None = None, argv: list[str] | None = Non
 def diagnose(target: Target, progress: Progress = lambda text, done, total: None, seconds: float = 1.0,
              only: tuple[str, ...] = ()) -> Diagnosis:
     """Every check that fits the target. A check that raises is reported, and the others go on."""
-    with unmoved(target.model):
-        return looked_over(Run(target, seconds), progress, only)
+    with state_preserved(target.model):
+        return run_checks(Run(target, seconds), progress, only)
 
 
-def looked_over(run: Run, progress: Progress, only: tuple[str, ...]) -> Diagnosis:
+def run_checks(run: Run, progress: Progress, only: tuple[str, ...]) -> Diagnosis:
     target, found, failed = run.target, [], {}
     steps = observations(run)
     checks = [c for c in discover().values() if target.kind in c.kinds and (not c.gpu or run.gpu)]

@@ -130,10 +130,10 @@ class Flow(TorchDispatchMode):
             bad = max(given, key=badness)
             what = self.names.get(bad.untyped_storage()._cdata)
             return NotFinite(what, f"is not finite in {count_bad(bad):,} of its {bad.numel():,} values", made) if what else None
-        most = max(map(badness, results), default=0)
-        if not most or any(word in made.op for word in FILLS):
+        worst_made = max(map(badness, results), default=0)
+        if not worst_made or any(word in made.op for word in FILLS):
             return None
-        return NotFinite(made.op, f"makes {'a NaN' if most > 1 else 'an infinity'} of finite numbers", made)
+        return NotFinite(made.op, f"makes {'a NaN' if worst_made > 1 else 'an infinity'} of finite numbers", made)
 
     def follow(self, made: MadeTensor, inputs: list[tuple[int, bool]], outputs: list[int], inside: bool) -> None:
         bits = past = 0
@@ -260,10 +260,10 @@ def line_of(node) -> str:
         if found and starts_step(found[1], found[3]):
             break
         if found and (not found[1].startswith(THEIRS) or found[1].startswith(MODELS)):
-            told = f"{os.path.basename(found[1])}:{found[2]}"
+            line = f"{os.path.basename(found[1])}:{found[2]}"
             if not found[1].startswith(PACKAGES):
-                return told
-            package = package or told
+                return line
+            package = package or line
     return package
 
 

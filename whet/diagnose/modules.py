@@ -1,33 +1,18 @@
 """Which module is at work: forward by hooks on modules, backward by hooks on the autograd nodes that its forward made."""
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, nullcontext
-from dataclasses import is_dataclass
-from types import SimpleNamespace
 
 import torch
 from torch import nn
 
+from whet.workload import tensors_in
+
 Enter = Callable[[str, str], object]  # (phase, path) -> anything with close(), or None
 
 
-def tensors_in(value) -> Iterator[torch.Tensor]:
-    """Every tensor in nested tuples, lists, dicts and objects with fields."""
-    if isinstance(value, torch.Tensor):
-        yield value
-    elif isinstance(value, (tuple, list)):
-        for v in value:
-            yield from tensors_in(v)
-    elif isinstance(value, Mapping):
-        for v in value.values():
-            yield from tensors_in(v)
-    elif isinstance(value, SimpleNamespace) or is_dataclass(value) and hasattr(value, "__dict__"):
-        for v in () if isinstance(value, type) else vars(value).values():
-            yield from tensors_in(v)
-
-
 class Modules:
-    """While it is on, `path` and `phase` say what is at work; `entering(phase, path)` is told, and what it returns is closed.
+    """While it is on, `path` and `phase` say what is at work; `entering(phase, path)` is called, and what it returns is closed.
 
     Paths are those of named_modules(); the model itself is "". A node of the autograd graph belongs to the innermost module
     in whose forward it was made.
@@ -141,7 +126,7 @@ class Modules:
 
 
 def watched_step(target, modules: Modules) -> torch.Tensor | None:
-    """target.step() with its phases told to `modules`: what the forward does outside any module belongs to the model itself."""
+    """target.step() with its phases pushed onto `modules`; what the forward does outside any module is the model's own."""
     def phase(name: str):
         return nullcontext() if name == "forward" else modules.during(name, name if name == "optimizer" else "")
 

@@ -20,7 +20,7 @@ from whet.measure import Timing, compare
 
 MARK = "whet|"
 COMPILED = "## Call CompiledFxGraph"  # how the profiler names a graph of Inductor's
-TAKES = 3  # steps profiled on a CPU, the shortest kept: a stall of a busy machine's would be told as the slowest part
+TAKES = 3  # steps profiled on a CPU, the shortest kept: a stall of a busy machine's would be reported as the slowest part
 LONG_MS = 200.0  # a step as long as this is profiled once
 PHASES = ("forward", "backward", "optimizer")
 
@@ -141,9 +141,9 @@ def read(prof, step: Timing, device: str) -> Profile:
     events = prof.profiler.kineto_results.events()
     spans = Spans([e for e in events if e.name().startswith(MARK) and on_cpu(e)])
     kernels = gpu_kernels(events, spans) if device == "cuda" else cpu_kernels(events, spans)
-    whole, most = sum(k.us for k in kernels), step.ms * 1e3
-    if device != "cuda" and whole > most:
-        kernels = [replace(k, us=k.us * most / whole) for k in kernels]
+    whole, limit_us = sum(k.us for k in kernels), step.ms * 1e3
+    if device != "cuda" and whole > limit_us:
+        kernels = [replace(k, us=k.us * limit_us / whole) for k in kernels]
     rows: dict[str, ProfileRow] = collections.defaultdict(ProfileRow)
     for k in kernels:
         row = rows[k.module]
@@ -196,8 +196,8 @@ class Spans:
     """The marked ranges of one step; forward and backward never run at once, so a time has one innermost range."""
 
     def __init__(self, marks):
-        told = [(e, e.name().split("|", 1)[1]) for e in marks]
-        spans = [(e.start_ns(), e.start_ns() + e.duration_ns(), name) for e, name in told if name.split("|")[0] in PHASES]
+        named = [(e, e.name().split("|", 1)[1]) for e in marks]
+        spans = [(e.start_ns(), e.start_ns() + e.duration_ns(), name) for e, name in named if name.split("|")[0] in PHASES]
         self.nest = Nest(spans)
         steps = [e for e in marks if e.name() == f"{MARK}step|"]
         self.whole = (steps[0].start_ns(), steps[0].start_ns() + steps[0].duration_ns()) if steps else (0, 0)

@@ -41,9 +41,9 @@ class Finding:
     apply: Callable[[Target], None] | None = field(default=None, repr=False)
 
     def as_dict(self) -> dict:
-        told = asdict(replace(self, apply=None))  # asdict would try to copy the function
-        del told["apply"]
-        return told | {"applies": self.apply is not None}
+        fields = asdict(replace(self, apply=None))  # asdict would try to copy the function
+        del fields["apply"]
+        return fields | {"applies": self.apply is not None}
 
 
 class Run:

@@ -21,7 +21,7 @@ from torch import nn
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from whet.diagnose.modules import tensors_in
-from whet.diagnose.target import CannotRun, Target, at_home, raised_at
+from whet.diagnose.target import CannotRun, Target, imports_from_own_folder, raised_at
 from whet.diagnose.watch import state_of
 from whet.figures import error_line
 from whet.measure import now
@@ -312,7 +312,7 @@ def run_script(path: Path, argv: list[str] | None = None) -> Target:
     sys.argv = [str(path), *(argv or [])]
     try:
         aside = contextlib.redirect_stdout(printed), contextlib.redirect_stderr(errors)
-        with at_home(path), watcher.on(), silenced(sys.stdout, 1), aside[0], aside[1]:
+        with imports_from_own_folder(path), watcher.on(), silenced(sys.stdout, 1), aside[0], aside[1]:
             runpy.run_path(str(path), run_name="__main__")
     except SystemExit as e:
         if e.code not in (0, None):
@@ -359,6 +359,6 @@ def silenced(stream: TextIO, fd: int) -> Iterator[None]:
 
 
 def last_line(*printed: io.StringIO) -> str:
-    """The last that was said, errors before the rest."""
-    lines = [line for said in printed for line in reversed(said.getvalue().splitlines()) if line.strip()]
+    """The last line that was printed, errors before the rest."""
+    lines = [line for stream in printed for line in reversed(stream.getvalue().splitlines()) if line.strip()]
     return lines[0] if lines else "it printed nothing"

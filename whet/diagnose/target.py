@@ -26,7 +26,7 @@ KINDS = ("train", "forward", "decode")
 MEANS = "a built-in model (tiny-llama:tiny), file.py:function returning model and batch, or a script (file.py)"
 
 
-class CannotRun(Exception):
+class CannotRun(ValueError):
     """What was given cannot be run; the message says why, in one line."""
 
 
@@ -93,13 +93,13 @@ def load(path: Path):
     spec = importlib.util.spec_from_file_location(path.stem, path)
     assert spec and spec.loader
     module = importlib.util.module_from_spec(spec)
-    with at_home(path):
+    with imports_from_own_folder(path):
         spec.loader.exec_module(module)
     return module
 
 
 @contextlib.contextmanager
-def at_home(path: Path):
+def imports_from_own_folder(path: Path):
     """A file's own folder is where its imports are looked for first, as when it is run."""
     home = str(path.resolve().parent)
     sys.path.insert(0, home)
@@ -112,13 +112,15 @@ def at_home(path: Path):
 
 def of_function(path: Path, function: str, kind: str | None, device: str) -> Target:
     try:
-        made = getattr(load(path), function, None)
+        module = load(path)
     except CannotRun:
         raise
     except (Exception, SystemExit) as e:
         raise CannotRun(f"{path}: importing it raised {raised_at(e)}") from e
-    if made is None:
-        raise CannotRun(f"{path} has no function {function!r}")
+    made = getattr(module, function, None)
+    if not callable(made):
+        own = [n for n, f in vars(module).items() if inspect.isfunction(f) and f.__module__ == module.__name__]
+        raise CannotRun(f"{path} has no function {function!r}; there are {', '.join(own) or 'none'}")
     try:
         given = made(**({"device": device} if "device" in inspect.signature(made).parameters else {}))
     except (Exception, SystemExit) as e:
@@ -150,11 +152,11 @@ def target_of(name: str, given, kind: str | None = None) -> Target:
         parts["model"], args, kwargs, kind or "train", parts.get("optimizer"),
         name=name, loader=parts.get("loader"), step_with=parts.get("step"),
     )
-    return settled(target, asked=kind)
+    return with_known_kind(target, asked=kind)
 
 
 @contextlib.contextmanager
-def unmoved(model: nn.Module):
+def state_preserved(model: nn.Module):
     """A model's buffers and the random generators as they were: what is only looked at leaves no trace in them."""
     before = [(b, b.detach().clone()) for b in model.buffers()]
     with torch.random.fork_rng(range(torch.cuda.device_count()) if torch.cuda.is_initialized() else ()):
@@ -166,12 +168,12 @@ def unmoved(model: nn.Module):
                     buffer.copy_(b)
 
 
-def settled(target: Target, asked: str | None) -> Target:
+def with_known_kind(target: Target, asked: str | None) -> Target:
     """The kind made certain by running one forward: without a loss there is nothing to train."""
     if target.step_with is not None or target.kind != "train":
         return target
     try:
-        with unmoved(target.model):
+        with state_preserved(target.model):
             loss = find_loss(target.forward())
     except torch.OutOfMemoryError as e:
         raise CannotRun(f"{target.name}: out of memory in the forward: {str(e).splitlines()[0]}") from e

@@ -109,10 +109,10 @@ def users_line() -> str:
     while frame is not None and not starts_step(frame.f_code.co_filename, frame.f_code.co_name):
         file = frame.f_code.co_filename
         if not file.startswith(THEIRS) or file.startswith(MODELS):
-            told = f"{os.path.basename(file)}:{frame.f_lineno}"
+            line = f"{os.path.basename(file)}:{frame.f_lineno}"
             if not file.startswith(PACKAGES):
-                return told
-            package = package or told
+                return line
+            package = package or line
         frame = frame.f_back  # type: ignore[assignment]
     return package
 

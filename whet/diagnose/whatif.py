@@ -11,13 +11,13 @@ from dataclasses import dataclass
 import torch
 
 from whet.diagnose.run import Run
-from whet.diagnose.tell import IDLE, pattern
+from whet.diagnose.summary import IDLE, pattern
 from whet.diagnose.watch import Event, OpWatch
 from whet.measure import compare, stepper
 from whet.op import DTYPES, discover
 
 LAUNCH_MS = 0.002  # one kernel after another inside a CUDA graph; what a fused kernel takes at least
-LEAST = 0.005  # share of the step that a chain must give back to be told
+LEAST = 0.005  # share of the step that a chain must save to be listed
 ALONE = ("aten::_local_scalar_dense", "aten::nonzero", "aten::embedding", "aten::embedding_dense_backward")
 
 
@@ -106,7 +106,7 @@ def launch_ms(run: Run) -> float:
 
 
 def what_if(run: Run) -> list[FusableChain]:
-    """Chains of one kind told together, the largest gain first."""
+    """Chains of one kind listed together, the largest gain first."""
     known, per_launch, events = times(run), launch_ms(run), run.watched.events
     found: dict[tuple, FusableChain] = {}
     for chain in chains(events):
@@ -117,8 +117,8 @@ def what_if(run: Run) -> list[FusableChain]:
         c = found.setdefault(key, FusableChain(key[0], key[1], ops, 0, 0.0, 0.0, 0))
         c.count, c.now_ms, c.fused_ms = c.count + 1, c.now_ms + now, c.fused_ms + fused
         c.saved_launches += len(chain) - 1
-    told = [c for c in found.values() if c.gain_ms >= LEAST * run.step_ms]
-    return sorted(told, key=lambda c: -c.gain_ms)
+    listed = [c for c in found.values() if c.gain_ms >= LEAST * run.step_ms]
+    return sorted(listed, key=lambda c: -c.gain_ms)
 
 
 @functools.cache
@@ -148,9 +148,9 @@ def named(chain: FusableChain) -> str:
     return ""
 
 
-def realise(run: Run, found: list[FusableChain], most: int = 3) -> None:
+def realise(run: Run, found: list[FusableChain], limit: int = 3) -> None:
     """Beside a prediction, what an impl of whet's own gives: formula against kernel, timed at a shape of the op's own bench."""
-    for chain in found[:most]:
+    for chain in found[:limit]:
         chain.realised_by = named(chain)
         if not chain.realised_by or not run.gpu or chain.phase != "forward":
             continue

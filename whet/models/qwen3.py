@@ -328,7 +328,7 @@ class Qwen3(nn.Module):
 def attend_all(q, k, v, at, window):
     """Attention of queries at positions `at` (B, T) over a whole cache (B, KV, S, D), of which each sees what is not later.
 
-    What lies behind the last query may be anything, NaN too: it is never multiplied.
+    What lies after the last query may be anything, NaN too: it is never multiplied.
     """
     (B, H, T, D), (KV, S) = q.shape, k.shape[1:3]
     j = torch.arange(S, device=q.device)

@@ -140,12 +140,23 @@ def attended(q, k, v, first, at, row_max, row_sum, acc, window, scale):
 
 @triton.jit
 def over_split(
-    k, v, q, new_k, new_v, self, split, each, spans, low, high, at, rows, place, position,
-    k_ptr, v_ptr, out_ptr, row_max_ptr, row_sum_ptr, stride_ks, stride_vs, window, scale,
+    q, held, new, cut, keys, caches, rows, outs, window, scale,
     T: tl.constexpr, G: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr, SPLITS: tl.constexpr,
     SPAN: tl.constexpr, ALONE: tl.constexpr, STAGES: tl.constexpr,
 ):
-    """The rows of queries over the split, stored: their own keys, spans one after the other, and the k and v that are held."""
+    """The rows of queries over the split, stored: their own keys, spans one after the other, and the k and v that are held.
+
+    cut     the split, its spans, all spans
+    keys    from low up to high are old; at is each row's own, position that of the first row
+    rows    which of them are stored, and where
+    """
+    k, v = held
+    new_k, new_v, self = new
+    split, each, spans = cut
+    low, high, at, position = keys
+    k_ptr, v_ptr, stride_ks, stride_vs = caches
+    live, place = rows
+    out_ptr, row_max_ptr, row_sum_ptr = outs
     lo, hi = split * each, tl.minimum((split + 1) * each, spans)
     own = at // SPAN // each == split
     MASKED: tl.constexpr = T > 1 or window is not None
@@ -161,7 +172,7 @@ def over_split(
     if T > 1:
         k, v = with_new(k, v, first, new_k, new_v, position, T, G)
     row_max, row_sum, acc = attended(q, k, v, first, at, row_max, row_sum, acc, window, scale)
-    d, row_sum, stored = tl.arange(0, BLOCK_D)[None, :], tl.max(row_sum, axis=1), rows & (hi > lo)
+    d, row_sum, stored = tl.arange(0, BLOCK_D)[None, :], tl.max(row_sum, axis=1), live & (hi > lo)
     if SPLITS == 1:
         tl.store(out_ptr + place[:, None] * D + d, mean(acc, row_sum[:, None], out_ptr), mask=stored[:, None] & (d < D))
     else:
@@ -235,17 +246,17 @@ def _split_kv_kernel(
     tl.store(v_ptr + at[:, None].to(tl.int64) * stride_vs + d, new_v, mask=put & (d < D))
     place = (b * T + r // G) * H + h * G + r % G
     level = spans_per_split(tl.minimum(at + 1, context), SPAN, WHOLE, MAX_SPLITS)
+    new, keys, caches = (new_k, new_v, self), (low, high, at, position), (k_ptr, v_ptr, stride_ks, stride_vs)
+    outs = (out_ptr, row_max_ptr, row_sum_ptr)
     over_split(
-        k, v, q, new_k, new_v, self, split, few, spans, low, high, at, live & (level == few), place, position,
-        k_ptr, v_ptr, out_ptr, row_max_ptr, row_sum_ptr, stride_ks, stride_vs, window, scale,
+        q, (k, v), new, (split, few, spans), keys, caches, (live & (level == few), place), outs, window, scale,
         T, G, D, BLOCK_D, SPLITS, SPAN, ALONE, STAGES,
     )
     if T > 1 and more != few:
         first = tl.maximum(tl.minimum((split + 1) * more, spans) - 1, 0) * SPAN
         k, v = keys_of(k_ptr, v_ptr, first, stride_ks, stride_vs, low, high, D, BLOCK_D, SPAN, True)
         over_split(
-            k, v, q, new_k, new_v, self, split, more, spans, low, high, at, live & (level == more), place, position,
-            k_ptr, v_ptr, out_ptr, row_max_ptr, row_sum_ptr, stride_ks, stride_vs, window, scale,
+            q, (k, v), new, (split, more, spans), keys, caches, (live & (level == more), place), outs, window, scale,
             T, G, D, BLOCK_D, SPLITS, SPAN, ALONE, STAGES,
         )
 

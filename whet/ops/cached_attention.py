@@ -4,7 +4,7 @@ import torch
 import triton
 
 from whet import machine
-from whet.op import Cost, Impl, Op, error, lay, layout_of, nbytes
+from whet.op import Cost, Impl, Op, lay, layout_of, nbytes
 from whet.ops._cached import check_caches, check_tables, layout_refused, tensors_refused
 from whet.ops._gemv import few
 from whet.ops._pdl import pdl_options
@@ -154,8 +154,6 @@ def refuses(qkv, k_cache, v_cache, positions, cos, sin, q_norm=None, k_norm=None
 
 
 def run_triton(qkv, k_cache, v_cache, positions, cos, sin, q_norm=None, k_norm=None, window=0, context=0, eps=1e-6):
-    if reason := refuses(qkv, k_cache, v_cache, positions, cos, sin, q_norm, k_norm, window, context, eps):
-        raise error("cached_attention", "triton", reason)
     return KERNEL(qkv, k_cache, v_cache, positions, cos, sin, q_norm, k_norm, window, context, eps)
 
 

@@ -5,26 +5,12 @@ import torch.nn.functional as F
 import triton
 import triton.language as tl
 
-from whet.op import Cost, Impl, Op, error, lay, layout_of, nbytes
-from whet.ops._gemv import (
-    BY_BITS,
-    PRODUCT_LIMITS,
-    Rows,
-    check_product,
-    few,
-    held,
-    multiply,
-    normed,
-    product,
-    product_refused,
-    row_of,
-    scales,
-    storage,
-)
+from whet.op import Cost, lay, nbytes
+from whet.ops._gemv import BY_BITS, Rows, check_product, few, held, multiply, normed, product, row_of, scales, storage
 from whet.ops._pdl import launch_dependents, pdl_options, wait
+from whet.ops._product import product_op
 from whet.ops._weights import dense, quant_of, random_weight
 from whet.ops.rms_norm import reference as rms_norm
-from whet.torch_ops import Forward
 from whet.values import families, relaid
 
 ROWS, MORE, CHUNK = "16w4", "16w4", 1024  # rows of w a program for one row of x and for more; results looked at together
@@ -84,12 +70,6 @@ def nan_among_logits(args):
     new = args[name].clone()
     new[len(new) // 2] = float("nan")
     return args | {name: new}
-
-
-def case_of(x, norm, w, scale=None, eps=1e-6):
-    case = dict(M=x.shape[0], K=x.shape[1], N=w.shape[0])
-    case |= {"quant": quant} if (quant := quant_of(w)) else {}
-    return case if x.is_contiguous() else case | {"layout": layout_of(x)}
 
 
 def check(x, norm, w, scale=None, eps=1e-6):
@@ -206,22 +186,8 @@ def launch(x, norm, w, scale, eps, tile):
     return chosen(value, token)
 
 
-KERNEL = Forward(
-    "norm_argmax", "(Tensor x, Tensor norm, Tensor w, Tensor? scale, float eps, str? tile) -> (Tensor, Tensor)", launch,
-    lambda x, norm, w, scale, eps, tile: (
-        x.new_empty(x.shape[0], dtype=torch.int64), x.new_empty(x.shape[0], dtype=torch.float32),
-    ),
-)
-
-
-def refuses(x, norm, w, scale=None, eps=1e-6):
-    return product_refused(x, w, norm=norm, scale=scale)
-
-
-def run_triton(x, norm, w, scale=None, eps=1e-6, tile=None):
-    if reason := refuses(x, norm, w, scale, eps):
-        raise error("norm_argmax", "triton", reason)
-    return KERNEL(x, norm, w, scale, eps, tile)
+def fake(x, norm, w, scale, eps, tile):
+    return x.new_empty(x.shape[0], dtype=torch.int64), x.new_empty(x.shape[0], dtype=torch.float32)
 
 
 def run_torch(x, norm, w, scale=None, eps=1e-6):
@@ -230,11 +196,9 @@ def run_torch(x, norm, w, scale=None, eps=1e-6):
     return token, value.to(torch.promote_types(x.dtype, torch.float32))
 
 
-OP = Op(
-    name="norm_argmax",
-    reference=reference,
+OP = product_op(
+    "norm_argmax", reference, run_torch, launch, fake, "(Tensor, Tensor)",
     inputs=inputs,
-    case_of=case_of,
     check=check,
     cases=(
         dict(M=1, K=128, N=96), dict(M=1, K=64, N=150), dict(M=3, K=300, N=37, layout="sliced"), dict(M=0, K=64, N=8),
@@ -243,12 +207,6 @@ OP = Op(
     ),
     shapes={f"qwen3-0.6b head {M}": dict(M=M, K=1024, N=151936) for M in (1, 8, 64)},
     cost=cost,
-    grads=(),
-    impls={
-        "torch": Impl(run_torch),
-        "triton": Impl(run_triton, refuses, needs="triton", limits=PRODUCT_LIMITS),
-    },
-    dynamic=("M",),
     tiny=dict(M=16, N=16),
     hostile=families(
         ("x",), ("norm",), options={"eps 0.01": dict(eps=1e-2)},

@@ -3,11 +3,10 @@
 import torch
 import torch.nn.functional as F
 
-from whet.op import Cost, Impl, Op, error, lay, layout_of, nbytes
-from whet.ops._gemv import PRODUCT_LIMITS, check_product, multiply, product_refused
-from whet.ops._weights import dense, quant_of, random_weight
+from whet.op import Cost, lay, nbytes
+from whet.ops._product import product_op
+from whet.ops._weights import dense, random_weight
 from whet.ops.rms_norm import reference as rms_norm
-from whet.torch_ops import Forward
 from whet.values import families
 
 
@@ -22,53 +21,18 @@ def inputs(dtype, device, M, K, N, quant=None, bias=False, layout="contiguous"):
     return dict(x=x, norm=norm, w=w, scale=scale, bias=torch.randn(N, dtype=dtype, device=device) if bias else None, eps=1e-6)
 
 
-def case_of(x, norm, w, scale=None, bias=None, eps=1e-6):
-    case = dict(M=x.shape[0], K=x.shape[1], N=w.shape[0])
-    case |= {"quant": quant} if (quant := quant_of(w)) else {}
-    case |= {} if bias is None else {"bias": True}
-    return case if x.is_contiguous() else case | {"layout": layout_of(x)}
-
-
-def check(x, norm, w, scale=None, bias=None, eps=1e-6):
-    return check_product(x, w, scale, bias=bias, norm=norm)
-
-
 def cost(x, norm, w, scale=None, bias=None, eps=1e-6):
     M, N = x.shape[0], w.shape[0]
     return Cost(bytes=nbytes(x, norm, w, scale, bias) + M * N * x.element_size(), flops=2 * M * N * x.shape[1] + 5 * x.numel())
-
-
-def launch(x, norm, w, scale, bias, eps, tile):
-    return multiply(x, norm, w, scale, bias, None, eps, tile=tile)
-
-
-KERNEL = Forward(
-    "norm_linear",
-    "(Tensor x, Tensor norm, Tensor w, Tensor? scale, Tensor? bias, float eps, str? tile) -> Tensor", launch,
-    lambda x, norm, w, scale, bias, eps, tile: x.new_empty(x.shape[0], w.shape[0]),
-)
-
-
-def refuses(x, norm, w, scale=None, bias=None, eps=1e-6):
-    return product_refused(x, w, norm=norm, bias=bias, scale=scale)
-
-
-def run_triton(x, norm, w, scale=None, bias=None, eps=1e-6, tile=None):
-    if reason := refuses(x, norm, w, scale, bias, eps):
-        raise error("norm_linear", "triton", reason)
-    return KERNEL(x, norm, w, scale, bias, eps, tile)
 
 
 def run_torch(x, norm, w, scale=None, bias=None, eps=1e-6):
     return F.linear(F.rms_norm(x, norm.shape, norm, eps), dense(w, scale, x.dtype), bias)
 
 
-OP = Op(
-    name="norm_linear",
-    reference=reference,
+OP = product_op(
+    "norm_linear", reference, run_torch,
     inputs=inputs,
-    case_of=case_of,
-    check=check,
     cases=(
         dict(M=1, K=128, N=20), dict(M=3, K=100, N=17, layout="sliced"), dict(M=2, K=300, N=9, bias=True), dict(M=0, K=64, N=8),
         dict(M=1, K=64, N=9, quant="int8"), dict(M=2, K=128, N=13, quant="fp8"), dict(M=3, K=192, N=13, quant="int4"),
@@ -78,12 +42,6 @@ OP = Op(
     shapes={f"qwen3-0.6b qkv {M}": dict(M=M, K=1024, N=4096) for M in (1, 8, 64)}
     | {f"qwen3-0.6b qkv 1 {quant}": dict(M=1, K=1024, N=4096, quant=quant) for quant in ("int8", "int4", "fp8")},
     cost=cost,
-    grads=(),
-    impls={
-        "torch": Impl(run_torch),
-        "triton": Impl(run_triton, refuses, needs="triton", limits=PRODUCT_LIMITS),
-    },
-    dynamic=("M",),
     tiny=dict(N=8),
     hostile=families(("x",), ("norm",), options={"eps 0.01": dict(eps=1e-2)}),
 )

@@ -4,7 +4,7 @@ import torch
 import triton
 import triton.language as tl
 
-from whet.op import Cost, Impl, Op, error, lay, layout_of, nbytes
+from whet.op import Cost, Impl, Op, lay, layout_of, nbytes
 from whet.ops._cached import check_caches, check_tables, layout_refused, tensors_refused
 from whet.ops._rotary import tables
 from whet.ops._rows import cdiv, power_of_two
@@ -157,8 +157,6 @@ def refuses(qkv, k_cache, v_cache, cos, sin, start=0, q_norm=None, k_norm=None, 
 
 
 def run_triton(qkv, k_cache, v_cache, cos, sin, start=0, q_norm=None, k_norm=None, eps=1e-6):
-    if reason := refuses(qkv, k_cache, v_cache, cos, sin, start, q_norm, k_norm, eps):
-        raise error("norm_rope", "triton", reason)
     return KERNEL(qkv, k_cache, v_cache, cos, sin, start, q_norm, k_norm, eps)
 
 

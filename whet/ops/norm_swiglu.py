@@ -3,11 +3,11 @@
 import torch
 import torch.nn.functional as F
 
-from whet.op import Cost, Impl, Op, error, lay, layout_of, nbytes
-from whet.ops._gemv import PRODUCT_LIMITS, check_product, multiply, product_refused
-from whet.ops._weights import dense, quant_of, random_weight
+from whet.op import Cost, lay, nbytes
+from whet.ops._gemv import check_product
+from whet.ops._product import product_op
+from whet.ops._weights import dense, random_weight
 from whet.ops.rms_norm import reference as rms_norm
-from whet.torch_ops import Forward
 from whet.values import families
 
 
@@ -30,12 +30,6 @@ def large_gates(args):
     return args | {name: args[name] * 64}
 
 
-def case_of(x, norm, w, scale=None, eps=1e-6):
-    case = dict(M=x.shape[0], K=x.shape[1], F=w.shape[0] // 2)
-    case |= {"quant": quant} if (quant := quant_of(w)) else {}
-    return case if x.is_contiguous() else case | {"layout": layout_of(x)}
-
-
 def check(x, norm, w, scale=None, eps=1e-6):
     if w.dim() == 2 and w.shape[0] % 2:
         return f"w must have an even number of rows, gate and up, got {w.shape[0]}"
@@ -48,36 +42,14 @@ def cost(x, norm, w, scale=None, eps=1e-6):
     return Cost(bytes=nbytes(x, norm, w, scale) + out * x.element_size(), flops=flops + 5 * out)
 
 
-def launch(x, norm, w, scale, eps, tile):
-    return multiply(x, norm, w, scale, None, None, eps, paired=True, tile=tile)
-
-
-KERNEL = Forward(
-    "norm_swiglu", "(Tensor x, Tensor norm, Tensor w, Tensor? scale, float eps, str? tile) -> Tensor", launch,
-    lambda x, norm, w, scale, eps, tile: x.new_empty(x.shape[0], w.shape[0] // 2),
-)
-
-
-def refuses(x, norm, w, scale=None, eps=1e-6):
-    return product_refused(x, w, norm=norm, scale=scale)
-
-
-def run_triton(x, norm, w, scale=None, eps=1e-6, tile=None):
-    if reason := refuses(x, norm, w, scale, eps):
-        raise error("norm_swiglu", "triton", reason)
-    return KERNEL(x, norm, w, scale, eps, tile)
-
-
 def run_torch(x, norm, w, scale=None, eps=1e-6):
     gate, up = F.linear(F.rms_norm(x, norm.shape, norm, eps), dense(w, scale, x.dtype)).chunk(2, -1)
     return F.silu(gate) * up
 
 
-OP = Op(
-    name="norm_swiglu",
-    reference=reference,
+OP = product_op(
+    "norm_swiglu", reference, run_torch, rows="F", paired=True,
     inputs=inputs,
-    case_of=case_of,
     check=check,
     cases=(
         dict(M=1, K=128, F=12), dict(M=3, K=300, F=9, layout="sliced"), dict(M=0, K=64, F=8),
@@ -87,12 +59,6 @@ OP = Op(
     ),
     shapes={f"qwen3-0.6b mlp {M}": dict(M=M, K=1024, F=3072) for M in (1, 8, 64)},
     cost=cost,
-    grads=(),
-    impls={
-        "torch": Impl(run_torch),
-        "triton": Impl(run_triton, refuses, needs="triton", limits=PRODUCT_LIMITS),
-    },
-    dynamic=("M",),
     tiny=dict(F=4),
     hostile=families(("x",), ("norm",), options={"eps 0.01": dict(eps=1e-2)}, large_gates=large_gates),
 )

@@ -4,7 +4,7 @@ import torch
 import triton
 import triton.language as tl
 
-from whet.op import Cost, Impl, Op, error, floating, nbytes, same_device
+from whet.op import Cost, Impl, Op, floating, nbytes, same_device
 from whet.ops._rotary import tables
 from whet.ops._rows import KERNEL_DTYPES, cdiv, power_of_two
 from whet.torch_ops import Fused
@@ -307,8 +307,6 @@ def refuses(q, k, cos, sin, positions=0, interleaved=False):
 
 
 def run_triton(q, k, cos, sin, positions=0, interleaved=False):
-    if reason := refuses(q, k, cos, sin, positions, interleaved):
-        raise error("rope", "triton", reason)
     rows, offset = (positions, 0) if isinstance(positions, torch.Tensor) else (None, positions)
     return FUSED(q, k, cos, sin, rows, offset, interleaved)
 

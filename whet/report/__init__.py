@@ -1,1 +1,1 @@
-"""Records -> terminal tables, JSON, and the tables of README and docs. Only this package formats."""
+"""Records formatted: terminal tables, HTML pages, pictures, and the tables of README and docs. Only this package formats."""

@@ -15,6 +15,7 @@ import click
 
 from whet.op import discover
 from whet.report import markdown
+from whet.report.templates import fill
 
 GROUPS = {
     "Choosing kernels": (
@@ -32,7 +33,7 @@ GROUPS = {
 
 
 def found(path: str) -> tuple[str, Callable]:
-    """(the name under which it is used, the thing itself) of a path in the package: whet.X where whet offers it so."""
+    """(public name, object) of a path in the package; the public name is whet.X where whet exports X."""
     import whet
 
     module = re.match(r"[a-z_.]+\.(?=[A-Z])|[a-z_.]+\.", path)[0].rstrip(".")  # type: ignore[index]
@@ -65,7 +66,7 @@ def described(paths: tuple[str, ...]) -> dict[str, str]:
 
 
 def ops() -> str:
-    """Each with its signature and the first sentence of its meaning."""
+    """The table of ops: signature, and the first sentence of the reference's docstring."""
     rows = []
     for op in discover().values():
         paragraph = " ".join(inspect.cleandoc(op.reference.__doc__ or "").partition("\n\n")[0].split())
@@ -94,11 +95,11 @@ def usage(p: click.Parameter) -> str:
 
 
 def shown_default(p: click.Parameter) -> str:
-    """What is taken where nothing is given; a dash where there is nothing, and for a switch that is off."""
+    """An option's default; a dash where it has none, and for a flag that is off."""
     value = "on" if p.default is True else p.default
     return f"`{value}`" if value and isinstance(value, str) or type(value) in (int, float) else "-"
 
 
 def page() -> str:
     groups = {title: described(paths) for title, paths in GROUPS.items()}
-    return markdown.page("api.md.j2", ops=ops(), groups=groups, commands=commands())
+    return fill("api.md.j2", ops=ops(), groups=groups, commands=commands())

@@ -1,14 +1,15 @@
-"""Every op's figures: each call and mode in full, and a summary by op."""
+"""The tables of `whet bench` records: every call and mode in full, and a summary by op."""
 
 import statistics
+from collections.abc import Iterable
 from pathlib import Path
 
 from whet.figures import ms
-from whet.op import SIMPLICITY, Call, base, ours
-from whet.report.markdown import MODES, Records, absent, bold, by_machine, grid, merged, order, read, shape, source, times
+from whet.op import Call, Impl, base, discover
+from whet.report import markdown
+from whet.report.markdown import MODES, Records, absent, by_machine, grid, merged, order, ours, read, shape, source, times
 from whet.report.tables import best, left_out, proved, roofline
 
-SHARED = ("eager", "torch", "compile", "liger", "triton")  # the columns of the common table; an op with others has its own
 MEMORY = ("linear_cross_entropy",)  # ops whose point is memory as much as time
 
 
@@ -28,28 +29,43 @@ def sections(records: Records) -> list[tuple[str, Records, list[dict]]]:
 
 
 def ratio(e: dict) -> float | None:
-    """Time of the best that can be had without whet, over the time of the chosen. 1 where that best is itself chosen.
+    """The time of the fastest impl that is not whet's own kernel, over the time of the chosen one; 1 where they are the same.
 
-    None where there is no such thing: what serves a call at another precision beside whet's kernel is whet's own formula.
+    None for calls at another precision than their inputs': without whet nothing computes the same.
     """
     timed = {} if e["call"]["case"].get("precision") else times(e)
-    others, chosen = [t for n, t in timed.items() if not ours(n)], base(e.get("chosen", ""))
+    others, chosen = [t for n, t in timed.items() if not ours(e, n)], base(e.get("chosen", ""))
     return min(others) / timed[chosen] if others and chosen in timed else None
 
 
 def split(entries: list[dict]) -> list[tuple[list[str], list[dict]]]:
-    """(columns, entries) per table: one for all ops that have the shared impls, one for each op that has others."""
+    """(columns, entries) per table: one for all ops whose impls others have too, one for each op that has its own."""
+    shared = columns([name for name, among in having().items() if len(among) > 1])
     impls: dict[str, set[str]] = {}
     for e in entries:
         impls.setdefault(e["call"]["op"], set()).update(base(n) for n in e["candidates"])
     groups: dict[str, list[dict]] = {}
     for e in entries:
-        groups.setdefault("" if impls[e["call"]["op"]] <= set(SHARED) else e["call"]["op"], []).append(e)
+        groups.setdefault("" if impls[e["call"]["op"]] <= set(shared) else e["call"]["op"], []).append(e)
     found = []
     for alone, mine in groups.items():
-        names = {n for e in mine for n in times(e)} if alone else set(SHARED)
-        found.append((sorted(names, key=lambda n: (ours(n), SIMPLICITY.index(n))), mine))
+        found.append((columns({n for e in mine for n in times(e)}) if alone else shared, mine))
     return found
+
+
+def having() -> dict[str, list[Impl]]:
+    """{name: the impls of that name}, over all ops, simplest first."""
+    found: dict[str, list[Impl]] = {}
+    for op in discover().values():
+        for name, impl in op.impls.items():
+            found.setdefault(name, []).append(impl)
+    return dict(sorted(found.items(), key=lambda item: item[1][0].rank))
+
+
+def columns(names: Iterable[str]) -> list[str]:
+    """Impls in the order of a table's columns: the simplest first, whet's own last."""
+    known = having()
+    return sorted(names, key=lambda n: (known[n][0].ours, list(known).index(n)))
 
 
 def called(e: dict) -> str:
@@ -57,29 +73,28 @@ def called(e: dict) -> str:
 
 
 def bench(root: Path) -> str:
-    """Every op, shape and mode: each impl's time, the chosen one, how it stands to the others and to the roofline."""
+    """Every op, shape and mode: each impl's time, the chosen one, its ratio to the best other, its share of the roofline."""
     parts = []
     for heading, used, entries in sections(read(root, "bench")):
         parts.append(f"{heading}; times in ms.")
-        for columns, mine in split(entries):
-            head = ("op", "shape", "mode", *columns, "chosen", "vs best other", "of roofline")
-            parts += [grid(head, [bench_row(e, columns) for e in mine], text=3), *memory(mine, columns)]
-        if notes := [*(f"\\* {line}" for line in proved(entries, called)), *left_out(entries)]:
-            parts.append("\n".join(f"- {line}" for line in notes))
-        parts.append(source(used))
+        for names, mine in split(entries):
+            head = ("op", "shape", "mode", *names, "chosen", "vs best other", "of roofline")
+            parts += [grid(head, [bench_row(e, names) for e in mine], text=3), *memory(mine, names)]
+        notes = [*(f"\\* {line}" for line in proved(entries, called)), *left_out(entries)]
+        parts += [*markdown.bullets(notes), source(used)]
     return "\n\n".join(parts) or absent("bench")
 
 
 def bench_row(e: dict, columns: list[str]) -> list[str]:
     timed, r, chosen = times(e), ratio(e), e.get("chosen", "-")
     smaller = " *" if any(c.get("proved") for c in e["candidates"].values()) else ""
-    cells = [bold(ms(timed.get(n)), n == base(chosen) and n in timed) for n in columns]
+    cells = [f"**{ms(timed[n])}**" if n == base(chosen) and n in timed else ms(timed.get(n)) for n in columns]
     roof = roofline(e, timed.get(base(chosen)))
     return [e["call"]["op"], shape(e) + smaller, e["mode"], *cells, chosen, f"{r:.2f}x" if r else "-", roof]
 
 
 def memory(entries: list[dict], columns: list[str]) -> list[str]:
-    """Extra device memory of the ops that are about it: eager mode where it was timed, since more candidates run there."""
+    """Extra device memory of the ops in MEMORY, from eager mode where it was timed: more candidates run there."""
     by_call = {Call(**e["call"]).key: e for e in entries if e["call"]["op"] in MEMORY}  # eager comes last and stays
     rows = []
     for e in by_call.values():
@@ -94,7 +109,7 @@ def memory(entries: list[dict], columns: list[str]) -> list[str]:
 def summary(root: Path, training: bool = False) -> str:
     """Per op: the geometric mean over shapes of chosen against best other, and the worst of them, per mode.
 
-    Calls at another precision than their inputs' are left out: nothing that can be had without whet does what they do.
+    Calls at another precision than their inputs' are left out: without whet nothing computes the same.
     training: only calls with a backward.
     """
     parts, columns = [], {"graph": "in a CUDA graph, mean (worst)", "eager": "launched from Python, mean (worst)"}
@@ -112,4 +127,4 @@ def summary_row(name: str, entries: list[dict]) -> list[str]:
     for mode in MODES:
         found = [r for e in entries if e["mode"] == mode and (r := ratio(e))]
         row.append(f"{statistics.geometric_mean(found):.2f}x ({min(found):.2f}x)" if found else "-")
-    return [*row, f"{sum(ours(e.get('chosen', '')) for e in entries)} of {len(entries)}"]
+    return [*row, f"{sum(ours(e, e.get('chosen', '')) for e in entries)} of {len(entries)}"]

@@ -1,8 +1,8 @@
-"""Figures and names as the cells of a page's tables; a figure alone is written by whet.figures, here as in a finding."""
+"""Figures and names as text for the cells of tables and pages; whet.figures formats a single figure."""
 
 import math
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 
 from markupsafe import Markup, escape
 
@@ -10,13 +10,14 @@ from whet.figures import SMALLEST, percent
 
 LONG = 20  # letters of a word that fits any line, even on a phone
 
+
 def number(value) -> float | None:
     """A finite figure, or None."""
     return float(value) if isinstance(value, (int, float)) and math.isfinite(value) else None
 
 
 def aligned(values: Sequence[float | None]) -> list[str]:
-    """One column of figures with one number of decimals: three digits for the smallest, unless the largest gets over five."""
+    """A column of figures with the same number of decimals: three digits for the smallest, at most five for the largest."""
     sizes = [abs(v) for v in values if v is not None and abs(v) >= SMALLEST]
     if not sizes:
         return ["-" if v is None else "0" for v in values]
@@ -39,37 +40,7 @@ def share(part: float | None, whole: float | None) -> str:
 
 
 def breakable(name: str) -> Markup:
-    """A text whose long paths and kernel names may go on in the next line after a dot, a colon, a bracket."""
+    """HTML of a text, with a line break allowed after a dot, a colon or a bracket of its long paths and kernel names."""
     ends = r"(?<=[._/:,<(])(?=[^\s\d._/:,<(])"
     words = (re.split(ends, word) if len(word) > LONG else [word] for word in re.split(r"(?<=\s)", name))
     return Markup("").join(Markup("<wbr>").join(map(escape, parts)) for parts in words)
-
-
-def figures(cells: Sequence) -> list[str]:
-    """A column of times aligned; of counts, or of figures that are texts already, as they stand."""
-    if not any(isinstance(c, (str, int)) for c in cells):
-        return aligned(cells)
-    return [f"{c:,}" if isinstance(c, int) else c or "-" for c in cells]
-
-
-def table(columns: str, rows: Iterable[Sequence], marked: Iterable[bool] = (), codes: Sequence[str] = ()) -> dict | None:
-    """columns are split at |; a name that starts with # holds figures. codes: the columns of names out of a program.
-
-    A column that says nothing is left out.
-    """
-    names = columns.split("|")
-    cells = list(zip(*rows))
-    if not cells:
-        return None
-    for i, name in enumerate(names):
-        if name.startswith("#"):
-            cells[i] = tuple(figures(cells[i]))
-        elif name in codes:
-            cells[i] = tuple(breakable(c) for c in cells[i])
-    kept = [i for i, column in enumerate(cells) if i == 0 or any(c not in ("", "-") for c in column)]
-    names, cells = [names[i] for i in kept], [cells[i] for i in kept]
-    head = [{"name": n.removeprefix("#"), "figures": n.startswith("#"), "code": n in codes} for n in names]
-    body = [{"cells": row, "marked": False, "whole": ""} for row in zip(*cells)]
-    for row, chosen in zip(body, marked):
-        row["marked"] = bool(chosen)
-    return {"columns": head, "rows": body}

@@ -1,4 +1,4 @@
-"""The decoder's figures: lines under a generated text, tables on a terminal, and the tables of README and docs."""
+"""The decoder's figures: the summary of a generated text, and the tables of its benchmark for terminal, README and docs."""
 
 from collections.abc import Iterator
 from pathlib import Path
@@ -6,8 +6,9 @@ from pathlib import Path
 from rich.console import Console
 
 from whet.figures import ms, percent
-from whet.report.fit import Table
-from whet.report.markdown import Records, absent, by_machine, grid, read, source
+from whet.report.findings import layers_table, must_read, tokens_table
+from whet.report.markdown import Records, absent, bullets, by_machine, grid, read, source
+from whet.report.table import Column, Table, columns
 from whet.report.tables import spread
 
 TITLES = {
@@ -15,19 +16,27 @@ TITLES = {
     "gpt-fast": "gpt-fast style, compiled", "gpt-fast-tuned": "gpt-fast style, compiled and tuned",
     "whet graph": "whet, one graph a token", "whet persistent": "whet, one kernel for all tokens",
 }
-HEAD = ("batch", "context", "system", "weights", "ms a token", "± spread", "tokens/s", "TB/s", "of floor", "error / budget")
+ROWS = (
+    *columns("batch", "context", "system"), Column("weights", rank=2), Column("ms a token", ms, 1), Column("± spread", ms, 4),
+    Column("tokens/s", "{:,.0f}"), Column("TB/s", "{:.2f}", 5), Column("of floor", percent, 3),
+    Column("error / budget", "{:.2f}", 6),
+)
+QUALITY = (
+    Column("weights"), *columns("perplexity", "in float32", "KL to float32", "± standard error", form="{:.4g}", rank=1),
+    Column("same top-1 where decided", "{:.2%}", 1), Column("of tokens", str, 2),
+)
 
 
-def told(made: dict) -> Iterator[str]:
-    """What is said under a generated text."""
+def summary_lines(made: dict) -> Iterator[str]:
+    """The summary printed under a generated text: tokens, rate, time to first token, share of the bandwidth floor."""
     count = len(made["tokens"])
     rate = f", {made['tokens_per_s']:.1f} tokens/s" if made["tokens_per_s"] else ""
     reused = f" ({made['reused_tokens']} of them still in the cache)" if made["reused_tokens"] else ""
     yield f"{count} tokens{rate}; the prompt has {made['prompt_tokens']}{reused}; ended by: {made['reason']}"
     if made["first_token_s"] is not None and made["since_start_s"] is not None:
         parts = f"imports {made['imported_s']:.2f}, weights {made['loaded_s']:.2f}"
-        begun = f"{made['since_start_s']:.2f} s after the start of the command ({parts})"
-        yield f"first token: {made['first_token_s']:.3f} s after the prompt was given, {begun}"
+        since_start = f"{made['since_start_s']:.2f} s after the start of the command ({parts})"
+        yield f"first token: {made['first_token_s']:.3f} s after the prompt was given, {since_start}"
     if made["floor_share"]:
         reads = f"a token reads {made['bytes_per_token'] / 1e9:.3f} GB, at least {made['floor_s'] * 1e6:.0f} us here"
         yield f"{percent(made['floor_share'])} of the bandwidth floor: {reads}"
@@ -44,27 +53,24 @@ def told(made: dict) -> Iterator[str]:
 def show(console: Console, measured: dict) -> None:
     if measured["note"]:
         console.print(f"note: {measured['note']}")
-    keep, order = ("batch", "context", "system", "tokens/s"), ("ms a token", "weights", "of floor", "± spread", "TB/s")
-    table = Table(*HEAD, keep=keep, order=order, title=f"{measured['model']}, {measured['weights']} weights: one token")
-    rows = ordered(measured["rows"])
-    for i, r in enumerate(rows):
-        last = i + 1 == len(rows) or point(rows[i + 1]) != point(r)
-        table.add_row(*cells(r, measured), style="bold green" if "whet" in r["system"] else None, end_section=last)
-    console.print(table)
-    for line in (*left_out(measured["rows"]), *notes(measured["rows"]), *prefill_lines(measured), *start_lines(measured)):
+    console.print(rows_table(measured))
+    for line in lines_under(measured):
         console.print(line)
     if quality := measured.get("quality"):
         show_quality(console, quality)
+
+
+def lines_under(measured: dict) -> list[str]:
+    """What was not timed and why, notes on systems, prefill, and the start of the process."""
+    rows = measured["rows"]
+    return [*left_out(rows), *notes(rows), *prefill_lines(measured), *start_lines(measured)]
 
 
 def show_quality(console: Console, quality: dict) -> None:
     if "rows" not in quality:
         console.print(f"quality: not measured: {quality['why']}")
         return
-    table = Table(*QUALITY, title=f"quality: {quality_of(quality)}")
-    for r in quality["rows"]:
-        table.add_row(*quality_cells(r))
-    console.print(table)
+    console.print(quality_table(quality))
     for line in verdict_lines(quality):
         console.print(line)
 
@@ -74,25 +80,29 @@ def point(r: dict) -> tuple[int, int]:
 
 
 def ordered(rows: list[dict]) -> list[dict]:
-    """What was timed, by batch and context, the slowest first: the last of a point is the best."""
+    """The timed rows by batch and context, the slowest first."""
     return sorted((r for r in rows if r.get("ms")), key=lambda r: (r["batch"], r["context"], r["tokens_per_s"]))
 
 
-def cells(r: dict, measured: dict) -> list[str]:
-    return [
-        str(r["batch"]), str(r["context"]), TITLES.get(r["system"], r["system"]), weights_of(r, measured), ms(r["ms"]),
-        ms(spread(r)), f"{r['tokens_per_s']:,.0f}", f"{r['tb_s']:.2f}" if "tb_s" in r else "-",
-        percent(r["of_floor"]) if "of_floor" in r else "-", f"{r['share']:.2f}",
-    ]
+def rows_table(measured: dict) -> Table:
+    """Every system that was timed, at every batch and context; the fastest there is marked."""
+    table = Table(f"{measured['model']}, {measured['weights']} weights: one token", ROWS, merge=2)
+    rows = ordered(measured["rows"])
+    fastest = {point(r): r for r in rows}
+    for r in rows:
+        names = (str(r["batch"]), str(r["context"]), TITLES.get(r["system"], r["system"]), weights_of(r, measured))
+        figures = (r["ms"], spread(r), r["tokens_per_s"], r.get("tb_s"), r.get("of_floor"), r["share"])
+        table.add(*names, *figures, marked=r is fastest[point(r)])
+    return table
 
 
 def weights_of(r: dict, measured: dict) -> str:
-    """Quantised, with how much faster than the same system without in the same turns."""
+    """The dtype or quantisation, and its speed-up over the same system unquantised, timed in turns."""
     return (r["quant"] or measured["dtype"]) + (f", {r['speedup']:.2f}x" if "speedup" in r else "")
 
 
 def left_out(rows: list[dict]) -> list[str]:
-    """Every system that was not timed, with the reason; points that share one share a line."""
+    """One line per system and reason why it was not timed, with the batches and contexts."""
     reasons: dict[tuple[str, str], list[str]] = {}
     for r in rows:
         if not r.get("ms"):
@@ -102,7 +112,7 @@ def left_out(rows: list[dict]) -> list[str]:
 
 
 def notes(rows: list[dict]) -> list[str]:
-    """What is to be known of a system that was timed."""
+    """The notes on systems that were timed."""
     noted = [r for r in rows if r.get("ms") and r.get("note")]
     return [f"{TITLES.get(r['system'], r['system'])}, batch {r['batch']} context {r['context']}: {r['note']}" for r in noted]
 
@@ -126,39 +136,39 @@ def start_lines(measured: dict) -> Iterator[str]:
         yield f"start to first token: not timed: {start['why']}"
         return
     kinds = {"first": "kernels compiled where they were not", "cold": f"weights {start['cold_is']}"}
-    for name, told_as in (kinds | {"warm": "weights in the page cache, median of three"}).items():
+    for name, state in (kinds | {"warm": "weights in the page cache, median of three"}).items():
         if name not in start:
             continue
         r = start[name]
         parts = f"imports {r['imported_s']:.2f}, weights {r['loaded_s']:.2f}, prompt {r['first_token_s']:.2f}"
-        yield f"start of the process to first token, {told_as}: {r['since_start_s']:.2f} s ({parts})"
-
-
-QUALITY = ("weights", "perplexity", "in float32", "KL to float32", "± standard error", "same top-1 where decided", "of tokens")
+        yield f"start of the process to first token, {state}: {r['since_start_s']:.2f} s ({parts})"
 
 
 def quality_of(q: dict) -> str:
     return f"{q['model']}, {q['weights']} weights, on {q['text']}, {q['path']}"
 
 
-def quality_cells(r: dict) -> list[str]:
-    top1 = "-" if r["top1"] is None else f"{100 * r['top1']:.2f}%"
-    name = "bfloat16, Transformers" if r["name"] == "transformers" else r["name"]
-    figures = ("-" if r[k] is None else f"{r[k]:.4g}" for k in ("perplexity", "reference_perplexity", "kl", "kl_error"))
-    return [name, *figures, top1, f"{r['decided']} of {r['tokens']}"]
+def quality_table(q: dict) -> Table:
+    """Each quantisation against the same model in float32."""
+    table = Table(f"quality: {quality_of(q)}", QUALITY)
+    for r in q["rows"]:
+        name = "bfloat16, Transformers" if r["name"] == "transformers" else r["name"]
+        figures = (r[k] for k in ("perplexity", "reference_perplexity", "kl", "kl_error", "top1"))
+        table.add(name, *figures, f"{r['decided']} of {r['tokens']}")
+    return table
 
 
 def verdict_lines(q: dict) -> Iterator[str]:
     for key, path in (("verdict", q["path"]), ("kernel_verdict", "one kernel for all tokens")):
-        if said := q.get(key):
-            how = "not worse than Transformers' eager model" + ("" if said["ok"] else f": refuted: {said['why']}")
+        if verdict := q.get(key):
+            how = "not worse than Transformers' eager model" + ("" if verdict["ok"] else f": refuted: {verdict['why']}")
             yield f"{q['base']}, {path}: {how}, by KL, NLL and top-1 on the same tokens"
-    if said := q.get("transformers"):
-        yield f"transformers: {said}"
+    if note := q.get("transformers"):
+        yield f"transformers: {note}"
 
 
-def newest(root: Path) -> Iterator[tuple[Records, dict]]:
-    """(the record under its name, what it measured), of each machine; the records of a model in the order of their age."""
+def recorded(root: Path) -> Iterator[tuple[Records, dict]]:
+    """({file name: record}, what it measured) of every decode record, by machine, oldest first."""
     for group in by_machine(read(root, "decode")):
         for name, r in group.items():
             yield {name: r}, r["measured"]
@@ -173,22 +183,19 @@ def heading(record: Records, measured: dict) -> str:
 def full(root: Path) -> str:
     """Every system at every batch and context, then prefill and start."""
     parts = []
-    for used, measured in newest(root):
-        rows = [cells(r, measured) for r in ordered(measured["rows"])]
-        told_too = (*left_out(measured["rows"]), *notes(measured["rows"]), *prefill_lines(measured), *start_lines(measured))
-        parts += [f"{heading(used, measured)}, greedy, {measured['tokens']} tokens a run.", grid(HEAD, rows, text=4)]
-        parts += ["\n".join(f"- {line}" for line in told_too)] if told_too else []
-        parts.append(source(used))
+    for used, measured in recorded(root):
+        parts += [f"{heading(used, measured)}, greedy, {measured['tokens']} tokens a run.", rows_table(measured).to_markdown()]
+        parts += [*bullets(lines_under(measured)), source(used)]
     return "\n\n".join(parts) or absent("decode")
 
 
 def summary(root: Path, compared: bool = False) -> str:
     """Tokens a second by system, one row for each batch and context; whet's share of the floor, and its best in each quant.
 
-    compared: only where a rival was timed too, and the model's name in the head of the table.
+    compared: only where a rival was timed too; the model's name is in the first column's title.
     """
     parts = []
-    for used, measured in newest(root):
+    for used, measured in recorded(root):
         timed = ordered(measured["rows"])
         rows = [r for r in timed if not r["quant"]]
         quants = [q for q in dict.fromkeys(r["quant"] for r in measured["rows"]) if q]
@@ -212,34 +219,24 @@ def summary(root: Path, compared: bool = False) -> str:
 
 
 def quality(root: Path) -> str:
-    """What quantising costs in quality."""
+    """The loss of quality by quantisation."""
     parts = []
-    for used, measured in newest(root):
+    for used, measured in recorded(root):
         q = measured.get("quality") or {}
         if "rows" in q:
-            parts += [f"{quality_of(q)}.", grid(QUALITY, [quality_cells(r) for r in q["rows"]])]
-            parts += ["\n".join(f"- {line}" for line in lines)] if (lines := list(verdict_lines(q))) else []
-            parts.append(source(used))
+            parts += [f"{quality_of(q)}.", quality_table(q).to_markdown(), *bullets(list(verdict_lines(q))), source(used)]
     return "\n\n".join(parts) or absent("decode")
 
 
 def profiles(root: Path) -> str:
-    """One token before and after, and what it is made of after, of each profile of a built-in decoder."""
+    """Of each profile of a built-in decoder: one token before and after, and its parts after."""
     parts = []
     for name, r in read(root, "profile").items():
-        before, after = r["measured"], r["measured"].get("after")
+        made, after = r["measured"], r["measured"].get("after")
         if not after:
             continue
-        floor = f"a token must read {after['bytes'] / 1e6:,.0f} MB, {ms(after['floor_ms'])} ms at the measured copy rate"
-        both = [
-            (told_as, ms(m["step"]["ms"]), f"{1e3 / m['step']['ms']:,.0f}", f"{m['launches']:g}", ms(m["busy_ms"]),
-             percent(after["floor_ms"] / m["step"]["ms"]))
-            for told_as, m in (("before: plain formulas, launched one by one", before), ("after: decode ops, one graph", after))
-        ]
-        head = ("one token", "ms", "tokens/s", "kernels", "GPU busy ms", "of floor")
-        rows = [(p["part"], ms(p["ms"]), percent(p["share"]), f"{p['launches']:g}") for p in after["layers"]]
-        parts += [f"{before['target']}: {floor}.", grid(head, both)]
-        parts += [grid(("part, after, all layers", "ms", "share", "kernels"), rows), source({name: r})]
+        parts += [f"{made['target']}: {must_read(after)}.", tokens_table(made).to_markdown()]
+        parts += ["After, all layers together:", layers_table(after).to_markdown(), source({name: r})]
     return "\n\n".join(parts) or absent("profile")
 
 

@@ -1,20 +1,18 @@
-"""The exercises as a terminal table: what each stage trains to, how fast, what is wrong with it and what helps."""
-
+"""The table of the exercises: what each stage trains to, how fast, its issue and the fix."""
 
 from whet.figures import ms
-from whet.report.fit import Table
+from whet.report.table import Column, Table, columns
 
 
 def exercises_table(rows: list[dict]) -> Table:
-    """One line per stage, as whet.exercise.run gives them."""
-    columns = ("stage", "loss", "samples/s", "step", "forward", "backward", "optimizer", "issue", "fix")
-    keep, order = ("stage", "loss", "samples/s"), ("issue", "step", "fix", "forward", "backward", "optimizer")
-    table = Table(*columns, keep=keep, order=order, title="exercises: one tiny Llama, one thing wrong at a time; ms")
+    """One row per stage, as whet.exercise.run returns them."""
+    phases = ("step", "forward", "backward", "optimizer")
+    table = Table("exercises: one tiny Llama, one thing wrong at a time; ms", (
+        Column("stage"), Column("loss", "{:.2f}"), Column("samples/s", "{:.1f}"), Column("step", ms, 2),
+        *columns(*phases[1:], form=ms, rank=4), Column("issue", rank=1), Column("fix", rank=3),
+    ))
     for r in rows:
-        parts = (ms(r[f"{part}_ms"]) for part in ("step", "forward", "backward", "optimizer"))
         right = r["issue"] == "none"
-        table.add_row(
-            str(r["stage"]), f"{r['loss']:.2f}", f"{r['samples_per_s']:.1f}", *parts, "-" if right else r["issue"],
-            "-" if right else r["fix"], style="bold green" if right else None,
-        )
+        advice = ("-", "-") if right else (r["issue"], r["fix"])
+        table.add(str(r["stage"]), r["loss"], r["samples_per_s"], *(r[f"{p}_ms"] for p in phases), *advice, marked=right)
     return table

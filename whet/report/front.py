@@ -1,4 +1,4 @@
-"""What README shows of the records: excerpts of real runs as a terminal shows them, and a training step in a line."""
+"""README's excerpts from records: terminal output of real runs, and a table of training steps."""
 
 import io
 from pathlib import Path
@@ -13,7 +13,7 @@ WIDTH = 144  # columns: the table of plans fits without wrapping
 
 
 def terminal() -> Console:
-    """A console that keeps what it is told, as plain text."""
+    """A console that keeps what is printed, as plain text."""
     return Console(file=io.StringIO(), width=WIDTH, color_system=None, highlight=False, markup=False, emoji=False)
 
 
@@ -34,12 +34,13 @@ def optimize_run(root: Path) -> str:
     for line in tables.busy([], result):
         console.print(line, soft_wrap=True)
     if result.get("speedup"):
-        console.print(f"{result['chosen']}: {result['speedup']:.2f}x the plain eager model, every gradient verified.")
+        faster = f"{result['speedup']:.2f}x the plain eager model"
+        console.print(f"{tables.plan_label(result['chosen'])}: {faster}, every gradient verified.")
     return f"{screen(r['command'], console)}\n{source({name: r})}"
 
 
 def finding(root: Path) -> str:
-    """What the doctor said of a model from another library: its first sentence, and the first finding that it measured."""
+    """The doctor on a model from another library: its summary sentence, and its first measured finding."""
     for name, r in read(root, "doctor").items():
         made = r["measured"]
         measured = [f for f in made["findings"] if f["measured"]]
@@ -53,7 +54,7 @@ def finding(root: Path) -> str:
 
 def steps(root: Path) -> str:
     """One training step: the plain model, the best plan of stock PyTorch, and the plan that was chosen."""
-    found, rows = read(root, "optimize"), []
+    found, rows = run_tables.built_in(root), []
     for r in found.values():
         timed = {p["name"]: p for p in r["measured"]["plans"] if p.get("ms")}
         stock = [p["ms"] for p in timed.values() if p.get("choices") == "stock" and "before_ms" in p]

@@ -1,4 +1,4 @@
-"""Records read back, and the pieces that tables in markdown are made of."""
+"""Records read back and grouped, and the parts of the markdown pages made from them."""
 
 import argparse
 import json
@@ -6,10 +6,9 @@ import re
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 
-import jinja2
-
 from whet.op import Call, discover
-from whet.report.tables import best
+from whet.report.table import Column, Table
+from whet.report.tables import best, versions
 
 ROOT = Path(__file__).resolve().parents[2]
 MODES = ("graph", "eager")
@@ -33,21 +32,20 @@ def read(root: Path, kind: str) -> Records:
 
 
 def grid(head: Sequence[str], rows: Iterable[Sequence[str]], text: int = 1) -> str:
-    """A markdown table; the first `text` columns are words, the rest figures, set to the right."""
-    rule = ["---" if i < text else "---:" for i in range(len(head))]
-    return "\n".join(f"| {' | '.join(cell.replace('|', chr(92) + '|') for cell in row)} |" for row in (head, rule, *rows))
+    """A markdown table of texts; the first `text` columns are set to the left, the rest, figures, to the right."""
+    table = Table("", [Column(title, None if i < text else str) for i, title in enumerate(head)])
+    for row in rows:
+        table.add(*row)
+    return table.to_markdown()
 
 
-def bold(text: str, marked: bool) -> str:
-    return f"**{text}**" if marked else text
+def bullets(lines: Sequence[str]) -> list[str]:
+    """The lines as one markdown list; nothing where there are none."""
+    return ["\n".join(f"- {line}" for line in lines)] if lines else []
 
 
 def absent(kind: str) -> str:
     return f"Not measured yet: there is no `records/{kind}-*.json`."
-
-
-def versions(m: dict) -> str:
-    return f"torch {m['torch']}, triton {m['triton']}, whet {m['whet']}, Python {m['python']}"
 
 
 def short(commit: str) -> str:
@@ -95,23 +93,25 @@ def order(e: dict) -> tuple:
     return e["call"]["op"], names.index(name) if name in names else len(names), name, MODES.index(e["mode"])
 
 
+def ours(e: dict, name: str) -> bool:
+    """Whether a candidate of an entry is a kernel of whet's own."""
+    op = discover().get(e["call"]["op"])
+    return op is not None and op.ours(name)
+
+
 def times(e: dict) -> dict[str, float]:
     """{impl: ms}, of its tiles the best."""
     return {impl: ms for impl, name in best(e).items() if (ms := e["candidates"][name].get("ms"))}
-
-
-def page(template: str, **given) -> str:
-    """One of this folder's templates, filled in; text is text, nothing is escaped."""
-    loader = jinja2.FileSystemLoader(Path(__file__).parent)
-    env = jinja2.Environment(loader=loader, trim_blocks=True, keep_trailing_newline=True, undefined=jinja2.StrictUndefined)
-    return env.get_template(template).render(**given)
 
 
 def keep(
     prog: str, doc: str, rendered: Callable[[Path], dict[Path, str]], argv: list[str] | None,
     stale: Callable[[str, str], str] = lambda held, wanted: "",
 ) -> int:
-    """The command that writes made files, or with --check says which are out of step. stale names what of a file is."""
+    """The command that writes generated files, or with --check lists those that are out of step.
+
+    stale   names the parts of a file that differ, given its text and the text wanted
+    """
     parser = argparse.ArgumentParser(prog=prog, description=doc.splitlines()[0])
     parser.add_argument("--check", action="store_true", help="write nothing; exit 1 if something is out of step (default off)")
     parser.add_argument("--root", type=Path, default=ROOT, metavar="DIR", help="the checkout (default: this file's)")

@@ -1,28 +1,24 @@
 """A record -> one HTML page that needs no network and no script: what `whet doctor --html` and `whet optimize --html` write.
 
-page(record) takes what report.record.make gives and shows the sections that it finds figures for. Here figures become text;
-page.html.j2 holds the words and the looks.
+page(record) takes what report.record.make returns and shows the sections that have figures. Here figures become text;
+page.html.j2 has the prose and the style.
 """
 
-import functools
 import re
 from collections.abc import Sequence
-from pathlib import Path
 
-import jinja2
-
+from whet.figures import ms
 from whet.race import FASTEST, NOISY
-from whet.report import tables
-from whet.report.cells import aligned, breakable, number, share, shown, table, text
-from whet.report.findings import none_found
+from whet.report import findings, tables
+from whet.report.cells import aligned, breakable, number, share, shown, text
+from whet.report.findings import OUTSIDE, PHASES, module, none_found, work
 from whet.report.roofline import Point, plot
+from whet.report.table import Column, Table, columns
+from whet.report.templates import fill
 
 MANY = 12  # modules above which those of one kind share a row
 SHOWN = 16  # rows of bars before the rest is folded away
 POINTS = 14  # in the roofline: more labels than that cover one another
-NAME = 64  # letters of a kernel's name before it is folded away: C++ names run to hundreds
-OUTSIDE = "(outside any module)"
-PHASES = ("forward", "backward", "optimizer")
 KINDS = {"train": "one training step", "forward": "one forward pass", "decode": "one decoded token"}
 SECTIONS = {
     "checked": ("findings", "Findings"), "applied": ("applied", "Applied"),
@@ -31,21 +27,12 @@ SECTIONS = {
     "choices": ("choices", "Kernel choices"), "memory": ("memory", "Memory"), "whatif": ("whatif", "Fusing"),
     "undone": ("undone", "Notes"),
 }
-WHOLE = ("peak", "total", "reserved")  # of memory: these hold the owners, and are none
+WHOLE = ("peak", "total", "reserved")  # entries of memory that are sums over the owners
 
 
 def page(made: dict) -> str:
     """The record as a page. Whatever it does not hold is left out."""
-    return template().render(view(made))
-
-
-@functools.cache
-def template() -> jinja2.Template:
-    loader = jinja2.FileSystemLoader(Path(__file__).parent)
-    env = jinja2.Environment(
-        loader=loader, autoescape=True, trim_blocks=True, lstrip_blocks=True, undefined=jinja2.StrictUndefined
-    )
-    return env.get_template("page.html.j2")
+    return fill("page.html.j2", **view(made))
 
 
 def view(made: dict) -> dict:
@@ -58,10 +45,10 @@ def view(made: dict) -> dict:
     found = {
         **head(made, m), "findings": [finding(f, step) for f in m.get("findings") or []], "checked": "findings" in m,
         "none_found": none_found(m), "overlap": m.get("overlap") or "", "unseen": m.get("unseen") or "",
-        "applied": applied(m),
-        "breakdown": breakdown(m, rows, kinds, step), "modules": module_table(rows, step), "roofline": roofline(points, m),
-        "parts": parts(m), "kernels": kernels(m, step), "choices": choices(entries), "candidates": candidates(entries),
-        "plans": plans(m), "memory": memory(m), "whatif": whatif(m),
+        "applied": applied(m), "breakdown": breakdown(m, rows, kinds, step), "memory": memory(m),
+        "modules": findings.modules_table(m), "roofline": roofline(points, m),
+        "parts": findings.layers_table(m), "kernels": findings.kernels_table(m), "whatif": findings.whatif_table(m),
+        "choices": choices(entries), "candidates": tables.calls_table(entries), "plans": tables.plans_table(m),
         "failed": m.get("failed") or {}, "notes": notes(m, entries),
     }
     found["undone"] = found["failed"] or found["notes"]
@@ -82,12 +69,12 @@ def head(made: dict, m: dict) -> dict:
 
 
 def outcome(m: dict) -> str:
-    """What came of it, for a record that has plans."""
+    """The result of a record with plans, in one sentence."""
     chosen = chosen_plan(m)
     after, before = number(chosen.get("ms")), number(chosen.get("before_ms"))
     noisy = (m.get("why") or "").startswith(NOISY)
     if after is None or before is None:
-        kept = "The machine was too noisy to decide." if noisy else "No plan is faster than the model as it stands."
+        kept = "The machine was too noisy to decide." if noisy else "No plan is faster than the plain model."
         return kept + (f" A step takes {text(after)} ms." if after else "")
     tie = " (a tie: the simpler is kept)" if m.get("tied") else f" ({m['why']})" if noisy else ""
     times = f"{number(chosen.get('speedup')) or before / after:.2f} times as fast"
@@ -99,7 +86,7 @@ def chosen_plan(m: dict) -> dict:
 
 
 def stats(m: dict) -> list[tuple[str, str, str]]:
-    """(what, figure with unit, what else there is to say of it)."""
+    """The headline figures: (name, figure with unit, remark)."""
     step, plan = m.get("step") or {}, chosen_plan(m)
     timed = step if step.get("ms") else plan
     whole, busy, idle = number(timed.get("ms")), number(m.get("busy_ms")), number(m.get("idle_ms"))
@@ -123,25 +110,13 @@ def stats(m: dict) -> list[tuple[str, str, str]]:
     return found
 
 
-def work(m: dict) -> str:
-    """What a step is made of: a CPU launches no kernels."""
-    return "ops" if m.get("device") == "cpu" else "kernels"
-
-
 def machine(m: dict) -> list[str]:
-    if not m:
-        return []
-    gpu, cc = m.get("device") == "cuda", m.get("capability")
-    told = [m.get("name"), f"compute capability {cc[0]}.{cc[1]}" if cc else ""]
-    told += [f"{m['sms']} {'SMs' if gpu else 'cores'}" if m.get("sms") else ""]
-    told += [f"{m['memory_gib']} GiB" if m.get("memory_gib") else ""]
-    told += [f"{k} {m[k.lower()]}" for k in ("torch", "triton", "whet", "Python") if m.get(k.lower())]
-    return [str(t) for t in told if t]
+    return [line for line in (m.get("name"), tables.hardware(m), tables.versions(m)) if line]
 
 
 def finding(f: dict, step: float | None) -> dict:
     cost, gain = number(f.get("cost_ms")), number(f.get("gain_ms"))
-    how = "measured here" if f.get("measured") else "worked out from counts"
+    how = "measured here" if f.get("measured") else "computed from counts"
     return {
         "check": (f.get("check") or "").replace("_", " "), "cause": breakable(f.get("cause") or ""),
         "evidence": [breakable(str(e)) for e in f.get("evidence") or []], "fix": breakable(f.get("fix") or ""),
@@ -158,23 +133,13 @@ def of_step(ms: float | None, step: float | None) -> str:
 
 
 def applied(m: dict) -> dict | None:
-    """The fixes that were done to the live model, and the step before and after them."""
+    """The fixes that were applied to the live model, and the step before and after them."""
     done = m.get("applied")
     if not done:
         return None
     before, after = number(done.get("before_ms")), number(done.get("after_ms"))
-    told = f"The step: {text(before)} ms before, {text(after)} ms after." if None not in (before, after) else ""
-    return {"fixes": done.get("fixes") or [], "told": told, "left": done.get("left") or []}
-
-
-def module(r: dict) -> dict:
-    """A module of the record with its whole time; figures that it lacks are None."""
-    known = {p: number(r.get(f"{p}_ms")) for p in PHASES}
-    keys = ("launches", "kept_mib", "flops", "bytes", "floor_ms", "of_roofline")
-    return {
-        "path": str(r.get("path") or ""), "count": r.get("count") or 1, **known, **{k: number(r.get(k)) for k in keys},
-        "ms": sum(v or 0.0 for v in known.values()), "bound": r.get("bound") or "", "members": [],
-    }
+    times = f"The step: {text(before)} ms before, {text(after)} ms after." if None not in (before, after) else ""
+    return {"fixes": done.get("fixes") or [], "times": times, "left": done.get("left") or []}
 
 
 def named(r: dict) -> str:
@@ -182,7 +147,7 @@ def named(r: dict) -> str:
 
 
 def grouped(rows: list[dict]) -> list[dict]:
-    """The longest first; where there are many, modules whose paths differ in a number alone are one row with its members."""
+    """Modules, the longest first. Where there are many, those whose paths differ only in a number share a row."""
     kinds: dict[str, list[dict]] = {}
     for r in rows:
         path = re.sub(r"(?<![^.])\d+(?![^.])", "*", r["path"]) if len(rows) > MANY else r["path"]
@@ -201,19 +166,19 @@ def together(path: str, of: list[dict]) -> dict:
 
 
 def breakdown(m: dict, rows: list[dict], kinds: list[dict], step: float | None) -> dict | None:
-    """Stacked bars, idle time as one of its own; the phases' sums where the rows do not count each other's work."""
+    """Stacked bars of the modules, and one of the idle time; the sums by phase only where no row counts another's work."""
     idle = number(m.get("idle_ms"))
     if not kinds:
         return None
     busy = number(m.get("busy_ms")) or sum(r["ms"] for r in kinds)
     sums = {p: sum(r[p] or 0.0 for r in kinds) for p in PHASES}
-    told = [f"{p} {text(v)} ms" for p, v in sums.items() if v] if sum(sums.values()) <= 1.02 * busy else []
+    parts = [f"{p} {text(v)} ms" for p, v in sums.items() if v] if sum(sums.values()) <= 1.02 * busy else []
     longest = max([r["ms"] for r in kinds] + [idle or 0.0]) or 1.0
     column = aligned([*(r["ms"] for r in kinds), idle or 0.0])
     gap = None if idle is None else {"ms": column[-1], "share": share(idle, step), "width": round(100 * idle / longest, 2)}
     bars = all_bars(kinds, longest, step, [idle or 0.0])
     return {
-        "bars": bars[:SHOWN], "rest": bars[SHOWN:], "phases": [p for p, v in sums.items() if v], "sums": ", ".join(told),
+        "bars": bars[:SHOWN], "rest": bars[SHOWN:], "phases": [p for p, v in sums.items() if v], "sums": ", ".join(parts),
         "wide": max(len(named(r)) + (6 if r["count"] > 1 else 2) for r in kinds), "grouped": any(r["count"] > 1 for r in kinds),
         "rest_ms": text(sum(r["ms"] for r in kinds[SHOWN:])),
         "idle": gap, "idle_is": "no kernel runs" if m.get("device") != "cpu" else "between ops, in Python",
@@ -230,22 +195,9 @@ def bar(r: dict, longest: float, step: float | None, ms: str) -> dict:
     most = max((o["ms"] for o in r["members"]), default=0.0) or 1.0
     return {
         "name": breakable(named(r)), "count": r["count"], "ms": ms, "share": share(r["ms"], step) if step else "",
-        "widths": widths, "told": ", ".join(f"{p} {ms} ms" for p, _, ms in widths), "longest": text(most),
+        "widths": widths, "by_phase": ", ".join(f"{p} {ms} ms" for p, _, ms in widths), "longest": text(most),
         "members": all_bars(sorted(r["members"], key=lambda o: -o["ms"]), most, step),
     }
-
-
-def module_table(rows: list[dict], step: float | None) -> dict | None:
-    def line(r: dict) -> list:
-        name = named(r) + (f" ({r['count']} of them)" if r["count"] > 1 else "")
-        size = [None if r[k] is None else r[k] / 1e9 for k in ("flops", "bytes")]
-        return [
-            name, *(r[p] for p in PHASES), r["ms"], share(r["ms"], step), shown(r["launches"], ",.0f"), shown(r["kept_mib"]),
-            *size, r["floor_ms"], share(r["of_roofline"], 1.0), r["bound"],
-        ]
-
-    columns = "module|#forward ms|#backward ms|#optimizer ms|#all ms|#of step|#launched|#kept MiB|#GFLOP|#GB moved|#floor ms"
-    return table(f"{columns}|#of roofline|bound by", [line(r) for r in rows], codes=["module"])
 
 
 def module_points(kinds: list[dict]) -> list[Point]:
@@ -257,7 +209,7 @@ def module_points(kinds: list[dict]) -> list[Point]:
 
 
 def entry_points(entries: list[dict]) -> list[Point]:
-    """Calls, each once: as the GPU alone runs them where that was timed."""
+    """A point for each call, timed in a CUDA graph where it was, else with launches."""
     found = {}
     for e in sorted(entries, key=lambda e: e.get("mode") == "graph"):
         timed = number(e.get("ms"))
@@ -267,94 +219,46 @@ def entry_points(entries: list[dict]) -> list[Point]:
     return sorted(found.values(), key=lambda p: -p.ms)
 
 
+KEY = (
+    Column("no.", str), Column("part", code=True), Column("ms", ms),
+    *columns("flops per byte", "TFLOP/s", "of roofline", form=str), Column("bound by"),
+)
+
+
 def roofline(points: list[Point], m: dict) -> dict | None:
-    """Drawn twice, for a wide page and for a phone, with one table as their key."""
+    """The roofline plot, for a wide page and for a phone, and the table with the figures of both."""
     ceilings, shown = m.get("ceilings") or {}, points[:POINTS]
     wide, narrow = plot(shown, ceilings, 1000, 480, True), plot(shown, ceilings, 330, 340, False)
     if wide is None:
         return None
-    rows = [
-        [str(i), p.name, p.ms, text(p.intensity), text(p.tflops), tables.of_roof(p.share) if p.share else "-", p.bound]
-        for i, p in enumerate(shown, 1)
-    ]
-    key = table("#no.|part|#ms|#flops per byte|#TFLOP/s|#of roofline|bound by", rows, codes=["part"])
+    key = Table("roofline, the figures", KEY)
+    for i, p in enumerate(shown, 1):
+        key.add(i, p.name, p.ms, text(p.intensity), text(p.tflops), tables.of_roof(p.share) if p.share else "-", p.bound)
     bounds = list(dict.fromkeys(p.bound for p in shown))
     return {"plots": [("wide", wide), ("narrow", narrow)], "key": key, "left_out": len(points) - len(shown), "bounds": bounds}
 
 
-def parts(m: dict) -> dict | None:
-    layers = m.get("layers")  # a decoder's record has their number instead
-    rows = [[r.get("part") or "", number(r.get("ms")), share(number(r.get("share")), 1.0), r.get("launches") or 0]
-            for r in (layers if isinstance(layers, list) else [])]
-    return table(f"part|#ms|#of the work|#{work(m)}", rows)
+CHOICES = (
+    Column("call", code=True), *columns("mode", "chosen"), *columns("ms", "± spread", form=ms), Column("rival"),
+    Column("rival ms", ms), *columns("vs rival", "vs eager", form="{:.2f}x"), Column("of roofline", str), Column("bound by"),
+    Column("error / budget", str), Column("note"),
+)
 
 
-def kernels(m: dict, step: float | None) -> dict | None:
-    found = [(str(k.get("name") or ""), number(k.get("ms")), k.get("count") or 0) for k in m.get("kernels") or []]
-    rows = [[name, ms, share(ms, step), count, 1e3 * ms / count if ms and count else None] for name, ms, count in found]
-    made = table(f"{work(m)[:-1]}|#ms|#of step|#times|#us each", rows)
-    for row in made["rows"] if made else []:
-        name, *rest = row["cells"]
-        short = re.sub(r"^void |\bat::native::(\(anonymous namespace\)::)?", "", name)
-        row["cells"] = [breakable(short if len(short) <= NAME else short[:NAME] + "…"), *rest]
-        row["whole"] = breakable(name) if len(short) > NAME else ""
-    return made
-
-
-def plans(m: dict) -> dict | None:
-    def line(p: dict) -> list:
-        timed, chosen = number(p.get("ms")), p.get("name") == m.get("chosen")
-        note = tables.chosen_note(m) if chosen else p.get("why") or ""
-        return [
-            tables.plan_label(p.get("name") or ""), timed, spread(p), tables.versus(p), shown(p.get("samples_per_s"), ",.0f"),
-            shown(p.get("speedup") if timed else None, ".2f", "x"), shown(p.get("peak_mb"), ",.0f"), budget(p), note,
-        ]
-
-    found = m.get("plans") or []
-    columns = "plan|#step ms|#± spread ms|vs fastest|#samples/s|#speed-up|#peak MB|#error / budget|note"
-    return table(columns, [line(p) for p in found], [p.get("name") == m.get("chosen") for p in found])
-
-
-def spread(item: dict) -> float | None:
-    return tables.spread(item) if all(number(item.get(k)) is not None for k in ("ms", "low", "high", "samples")) else None
-
-
-def budget(c: dict) -> str:
-    return shown(c.get("share"), ".2f", " *" if c.get("proved") else "")
-
-
-def choices(entries: list[dict]) -> dict | None:
-    """One row a call and mode: what was chosen, and what came next to it."""
-    rows = []
+def choices(entries: list[dict]) -> Table:
+    """One row per call and mode: the chosen impl, and the best other."""
+    table = Table("kernel choices", CHOICES)
     for e in entries:
         chosen, rival = e.get("chosen") or "", e.get("rival") or ""
         c, other = e["candidates"].get(chosen, {}), e["candidates"].get(rival, {})
-        timed = number(c.get("ms"))
-        times = [shown(e.get(k), ".2f", "x") for k in ("vs_rival", "vs_eager")]
-        floor, why = number(e.get("floor_ms")), e.get("why") or ""
-        reached = tables.of_roof(floor / timed) if floor and timed else "-"
-        rows.append([
-            f"{tables.entry_id(e)} (x{e.get('count', 1)})", tables.mode_label(e), chosen or "none", timed, spread(c),
-            rival or "-", number(other.get("ms")), *times, reached, e.get("bound") or "", budget(c),
-            "" if why == FASTEST else why,
-        ])
-    columns = "call|mode|chosen|#ms|#± spread ms|rival|#rival ms|#vs rival|#vs eager|#of roofline|bound by|#error / budget|note"
-    return table(columns, rows, codes=["call"])
-
-
-def candidates(entries: list[dict]) -> dict | None:
-    """Every verified impl of every call, of its tiles the best."""
-    rows, marked = [], []
-    for e in entries:
-        for name in tables.best(e).values():
-            c = e["candidates"][name]
-            rows.append([
-                tables.entry_id(e), tables.mode_label(e), name, number(c.get("ms")), spread(c), tables.versus(c), budget(c),
-                shown(c.get("peak_mib")), shown(c.get("host_us"), ",.0f"), tables.note(e, name),
-            ])
-            marked.append(name == e.get("chosen"))
-    columns = "call|mode|impl|#ms|#± spread ms|vs fastest|#error / budget|#extra MiB|#host us|note"
-    return table(columns, rows, marked, ["call"])
+        timed, floor, why = number(c.get("ms")), number(e.get("floor_ms")), e.get("why") or ""
+        table.add(
+            tables.counted_id(e), tables.mode_label(e), chosen or "none", timed, tables.spread(c), rival or "-",
+            other.get("ms"), e.get("vs_rival"), e.get("vs_eager"),
+            tables.of_roof(floor / timed) if floor and timed else "-",
+            e.get("bound") or "", tables.budget(c), "" if why == FASTEST else why,
+        )
+    return table
 
 
 def memory(m: dict) -> dict | None:
@@ -370,18 +274,6 @@ def memory(m: dict) -> dict | None:
     ]
     wide = max(map(len, held)) + 2
     return {"bars": bars, "wide": wide, "total": shown(total / 2**20), "whole": {k: shown(v / 2**20) for k, v in whole.items()}}
-
-
-def whatif(m: dict) -> dict | None:
-    found = m.get("whatif") or []
-    keys = ("now_ms", "fused_ms", "gain_ms", "step_ms_after", "realised_ms")
-    rows = [
-        [" + ".join(w.get("chain") or []), w.get("module") or OUTSIDE, w.get("phase") or "-", w.get("count") or 1,
-         *(number(w.get(k)) for k in keys), w.get("realised_by") or "-"]
-        for w in found
-    ]
-    columns = "ops fused|module|phase|#times|#now ms|#fused ms|#gain ms|#step after ms|#gain realised ms|realised by"
-    return table(columns, rows, codes=["ops fused", "module", "realised by"])
 
 
 def notes(m: dict, entries: list[dict]) -> list[str]:

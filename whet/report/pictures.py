@@ -1,4 +1,4 @@
-"""Records -> the pictures of README, docs/pictures/*.svg, written out by hand so that the same record gives the same bytes.
+"""Records -> the pictures of README, docs/pictures/*.svg: plain SVG text, so that the same record makes the same bytes.
 
 python -m whet.report.pictures           draw them
 python -m whet.report.pictures --check   exit 1 if one is out of step with the records
@@ -11,17 +11,18 @@ import sys
 from pathlib import Path
 from xml.sax.saxutils import escape
 
-from whet.op import ours
 from whet.report import bench_tables, run_tables
-from whet.report.markdown import keep, page, read, short
+from whet.report.markdown import keep, ours, read, short
+from whet.report.tables import plan_label
+from whet.report.templates import fill
 
 OFTEN = "for how many shapes whet's own kernel was chosen"
 WIDTH, ROW, TOP, LEFT, RIGHT = 880, 26, 62, 312, 140  # px: the picture, a row, above the first, beside the bars
 
 
-def text(x: float, y: float, words: str, kind: str = "", end: bool = False) -> str:
+def text(x: float, y: float, content: str, kind: str = "", end: bool = False) -> str:
     anchor, style = ' text-anchor="end"' if end else "", f' class="{kind}"' if kind else ""
-    return f'<text x="{x:.1f}" y="{y:.1f}"{anchor}{style}>{escape(words)}</text>'
+    return f'<text x="{x:.1f}" y="{y:.1f}"{anchor}{style}>{escape(content)}</text>'
 
 
 def bar(x: float, y: float, width: float, kind: str) -> str:
@@ -32,7 +33,7 @@ def drawing(title: str, note: str, height: float, marks: list[str]) -> str:
     """A whole picture: a title that screen readers read too, a line under it, and what was drawn."""
     marks = [text(12, 24, title, "title"), text(12, 44, note, "note"), *marks]
     label = escape(title, {'"': "&quot;"})
-    return page("picture.svg.j2", width=WIDTH, height=round(height), label=label, marks=marks)
+    return fill("picture.svg.j2", width=WIDTH, height=round(height), label=label, marks=marks)
 
 
 def plans(root: Path) -> str | None:
@@ -48,7 +49,7 @@ def plans(root: Path) -> str | None:
         bold = "bold" if p["name"] == result["chosen"] else ""
         length = room * p["ms"] / longest
         marks += [
-            text(LEFT - 10, y + 13, p["name"], bold, end=True), bar(LEFT, y, length, kind),
+            text(LEFT - 10, y + 13, plan_label(p["name"]), bold, end=True), bar(LEFT, y, length, kind),
             text(LEFT + length + 8, y + 13, f"{p['ms']:.2f} ms, {p['speedup']:.2f}x", bold),
         ]
     bottom = TOP + len(timed) * ROW
@@ -63,7 +64,7 @@ def ops(root: Path) -> str | None:
         ratios: dict[str, list[tuple[float, bool]]] = {}
         for e in entries:
             if e["mode"] == "graph" and e["call"]["grad"] and (r := bench_tables.ratio(e)):
-                ratios.setdefault(e["call"]["op"], []).append((r, ours(e["chosen"])))
+                ratios.setdefault(e["call"]["op"], []).append((r, ours(e, e["chosen"])))
         if ratios:
             return drawn_ops(heading, used, ratios)
     return None

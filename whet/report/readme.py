@@ -3,7 +3,7 @@
 python -m whet.report.readme           rewrite them in place
 python -m whet.report.readme --check   exit 1 if one is out of step with the records or with the code
 
-A table stands between the lines `<!-- table:NAME -->` and `<!-- /table -->`. What is between them is made here, never by hand.
+A table lies between the lines `<!-- table:NAME -->` and `<!-- /table -->`; what is between them is generated, never edited.
 """
 
 import inspect
@@ -15,7 +15,8 @@ from pathlib import Path
 from whet.choices import implied
 from whet.op import Impl, Op, discover, untiled
 from whet.report import api, bench_tables, clinic_tables, decode, front, pictures, proof_tables, run_tables
-from whet.report.markdown import grid, keep, page
+from whet.report.markdown import grid, keep
+from whet.report.templates import fill as fill_template
 
 REGION = re.compile(r"^<!-- table:([\w-]+) -->\n(.*?)^<!-- /table -->$", re.M | re.S)
 OPENING = re.compile(r"^<!-- table:", re.M)
@@ -34,7 +35,7 @@ def regions(text: str) -> dict[str, str]:
 
 
 def fill(text: str, root: Path, name: str) -> str:
-    """The text with every region made anew."""
+    """The text with every region generated again."""
     found = REGION.findall(text)
     if len(found) != len(OPENING.findall(text)):
         raise ValueError(f"{name}: a table region is not closed; it ends with the line <!-- /table -->")
@@ -44,24 +45,17 @@ def fill(text: str, root: Path, name: str) -> str:
     return REGION.sub(lambda match: f"<!-- table:{match[1]} -->\n{TABLES[match[1]](root)}\n<!-- /table -->", text)
 
 
-IMPLS = {
-    "eager": "the reference as it stands", "compile": "torch.compile of the reference", "torch": "the best stock PyTorch call",
-    "sdpa_flash": "SDPA held to its FlashAttention backend", "sdpa_efficient": "SDPA held to its memory-efficient backend",
-    "sdpa_cudnn": "SDPA held to its cuDNN backend", "flex": "compiled FlexAttention", "liger": "Liger-Kernel's",
-    "triton": "whet's own kernel", "triton_fused_bwd": "whet's own kernel, its backward in one pass",
-    "triton_cudnn_bwd": "whet's own kernel forward, cuDNN's backward", "triton_fp8": "whet's own kernel in FP8",
-}
 NEEDS = {"torch": "-", "triton": "a GPU (or TRITON_INTERPRET=1)", "cudnn": "a GPU with cuDNN"}
 
 
 def ops_page(ops: dict[str, Op]) -> str:
     links = ", ".join(f"[{name}](#{name})" for name in ops)
-    return page("ops.md.j2", links=links, sections="".join(op_section(op) for op in ops.values()))
+    return fill_template("ops.md.j2", links=links, sections="".join(op_section(op) for op in ops.values()))
 
 
 def op_section(op: Op) -> str:
     rows = [
-        (name, IMPLS[name], NEEDS.get(impl.needs, f"`{impl.needs}` and a GPU"), "; ".join(impl.limits) or "-")
+        (name, impl.words, NEEDS.get(impl.needs, f"`{impl.needs}` and a GPU"), "; ".join(impl.limits) or "-")
         for name, impl in op.impls.items()
     ]
     parameters = [*op.signature.parameters.values(), inspect.Parameter("impl", inspect.Parameter.KEYWORD_ONLY, default="auto")]
@@ -91,25 +85,25 @@ def impl_notes(name: str, impl: Impl) -> list[str]:
 
 
 def results(root: Path) -> str:
-    return page("results.md.j2", table=lambda name: TABLES[name](root))
+    return fill_template("results.md.j2", table=lambda name: TABLES[name](root))
 
 
 def made_whole(root: Path) -> dict[Path, str]:
-    """The pages of which nothing is written by hand, and the pictures."""
+    """The pages that are generated completely, and the pictures."""
     docs = root / "docs"
     pages = {docs / "ops.md": ops_page(discover()), docs / "api.md": api.page(), docs / "results.md": results(root)}
     return pages | pictures.rendered(root)
 
 
 def rendered(root: Path) -> dict[Path, str]:
-    """Every page that holds tables, as it should be."""
+    """Every page with generated parts, with the text that it should have."""
     whole = made_whole(root)
     pages = [path for path in (root / "README.md", *sorted((root / "docs").glob("*.md"))) if path.exists()]
     return {path: fill(path.read_text(), root, path.name) for path in pages if path not in whole} | whole
 
 
 def stale(held: str, wanted: str) -> str:
-    """Which tables of a page are out of step, for the line that says so."""
+    """The tables of a page that are out of step, for the line that reports it."""
     old, new = regions(held), regions(wanted)
     tables = [name for name in new if old.get(name) != new[name]]
     return f"table {', '.join(tables)} is " if tables else ""

@@ -27,7 +27,7 @@ def place(record: dict, folder: str | Path, name: str) -> Path:
 
 
 def write(record: dict, folder: str | Path, name: str) -> Path | None:
-    """Saves it in its place. None, and one line said, where it cannot be written."""
+    """Saves the record and returns its path; None, and one line printed, where it cannot be written."""
     path = place(record, folder, name)
     try:
         path.parent.mkdir(parents=True, exist_ok=True)

@@ -1,5 +1,6 @@
-"""Terminal tables. Each takes plain dicts, as records hold them."""
+"""The tables of calls, plans, proofs and the machine, and the lines under them. All take plain dicts, as records hold them."""
 
+import collections
 import inspect
 import re
 from collections.abc import Callable
@@ -11,11 +12,12 @@ from whet.figures import ms, percent
 from whet.op import Call, Op, base
 from whet.proofs import OUTCOMES
 from whet.race import FASTEST, NARROW, TIE, TIED, Timing
-from whet.report.fit import Table
+from whet.report.cells import number, shown
+from whet.report.table import Column, Table, columns
 
 OVER = "over 100%"  # of a roof that is beaten
 MODES = {"eager": "with launches", "graph": "graph"}  # a mode as it is printed: eager is an impl's name too
-SLACK = 0.05  # a share of the time: the roof of memory is a copy's, and other mixes of reads and writes differ by a little
+SLACK = 0.05  # a share of the time: the roof of memory is a copy's, and other mixes of reads and writes differ slightly
 
 
 def mode_label(e: dict) -> str:
@@ -23,17 +25,24 @@ def mode_label(e: dict) -> str:
 
 
 def plan_label(name: str) -> str:
-    """A plan's name as it is printed, or a text about it: "eager" alone is an impl, and a plan of stock calls."""
+    """A plan's name as it is printed, or a text that names it: "eager" becomes "stock", since eager is an impl's name."""
     return re.sub(r"(^|kept )eager\b( \+ choices)?", lambda m: m[1] + ("choices" if m[2] else "stock"), name)
 
 
 def spread(item: dict) -> float | None:
-    """The spread of anything that holds a timing's fields, by the clock's own rule."""
-    return Timing(item["ms"], item["low"], item["high"], item["samples"]).spread if item.get("ms") else None
+    """The spread of anything that holds a timing's fields, by the clock's own rule; None where it was not timed."""
+    if not item.get("ms") or any(number(item.get(k)) is None for k in ("ms", "low", "high", "samples")):
+        return None
+    return Timing(item["ms"], item["low"], item["high"], item["samples"]).spread
+
+
+def budget(item: dict) -> str:
+    """The error over the largest allowed; * where a smaller call was verified than was timed."""
+    return shown(item.get("share"), ".2f", " *" if item.get("proved") else "")
 
 
 def of_roof(share: float, spread: float = 0.0) -> str:
-    """A share of what the machine was measured to reach; who beats that by more than the spread shows it to be wrong."""
+    """A share of what the machine was measured to reach; above it by more than the spread, the ceiling is wrong."""
     return percent(share) if share <= 1 + max(spread, SLACK) else OVER
 
 
@@ -46,7 +55,7 @@ def roofline(e: dict, timed: float | None, spread: float = 0.0) -> str:
 
 
 def versus(item: dict) -> str:
-    """A candidate's time over the fastest one's, and the interval in which that ratio lies: the figures that decided."""
+    """A candidate's time over the fastest one's, and the interval of that ratio: the figures that decide."""
     if "vs_best" not in item:
         return "-"
     low, high = f"{item['vs_best_low']:.2f}", f"{item['vs_best_high']:.2f}"
@@ -66,30 +75,43 @@ def best(e: dict) -> dict[str, str]:
     return {impl: min(names, key=rank) for impl, names in found.items()}
 
 
+def hardware(m: dict) -> str:
+    """A device's capability, cores and memory in one line; what a record lacks is left out."""
+    cc, cores = m.get("capability"), "SMs" if m.get("device") == "cuda" else "cores"
+    capability = f"compute capability {cc[0]}.{cc[1]}" if cc else "no CUDA capability" if m.get("device") else ""
+    counted = {"sms": cores, "threads": "threads", "memory_gib": "GiB"}
+    found = [capability, *(f"{m[k]} {unit}" for k, unit in counted.items() if m.get(k))]
+    return ", ".join(filter(None, [*found, f"L2 {m['l2_mib']:.0f} MiB" if m.get("l2_mib") else ""]))
+
+
+def versions(m: dict) -> str:
+    return ", ".join(f"{k} {m[k.lower()]}" for k in ("torch", "triton", "whet", "Python") if m.get(k.lower()))
+
+
+TRITON = {
+    "gpu": "compiles and runs on this GPU", "interpret": "interprets kernels on the CPU (TRITON_INTERPRET=1)",
+    "none": "no GPU to run on: kernels are checked in the interpreter and compiled ahead of time, never timed",
+}
+
+
 def machine_table(m: dict, roof: dict | None) -> Table:
-    table = Table(title="this machine", show_header=False)
-    kind = f"compute capability {m['capability'][0]}.{m['capability'][1]}" if m["capability"] else "no CUDA capability"
-    table.add_row("GPU" if m["device"] == "cuda" else "CPU (no GPU found)", m["name"])
-    threads = f", {m['threads']} threads" if m.get("threads") else ""
-    table.add_row("", f"{kind}, {m['sms']} {'SMs' if m['device'] == 'cuda' else 'cores'}{threads}, {m['memory_gib']} GiB")
-    table.add_row("versions", f"torch {m['torch']}, triton {m['triton']}, whet {m['whet']}, Python {m['python']}")
-    words = {
-        "gpu": "compiles and runs on this GPU", "interpret": "interprets kernels on the CPU (TRITON_INTERPRET=1)",
-        "none": "no GPU to run on: kernels are checked in the interpreter and compiled ahead of time, never timed",
-    }
-    table.add_row("Triton", words[m["triton_mode"]] if m["triton"] else "not installed")
+    """A machine, its versions, and the ceilings that were measured on it."""
+    table = Table("this machine", columns("", ""), head=False)
+    table.add("GPU" if m["device"] == "cuda" else "CPU (no GPU found)", m["name"])
+    table.add("", hardware(m))
+    table.add("versions", versions(m))
+    table.add("Triton", TRITON.get(m.get("triton_mode", ""), "") if m["triton"] else "not installed")
     if roof:
-        table.add_row("copy, measured", f"{roof['copy_gbs']:.0f} GB/s read + written")
+        table.add("copy, measured", f"{roof['copy_gbs']:.0f} GB/s, bytes read plus bytes written")
         if roof.get("busy"):
-            table.add_row("measured under load", f"{roof['busy']}: not kept, measured again next time")
-        table.add_row("matmul, measured", ", ".join(f"{k} {v:.1f} TFLOP/s" for k, v in roof["tflops"].items()))
+            table.add("measured under load", f"{roof['busy']}: not kept, measured again next time")
+        table.add("matmul, measured", ", ".join(f"{k} {v:.{0 if v >= 10 else 2}f} TFLOP/s" for k, v in roof["tflops"].items()))
     return table
 
 
 def ops_table(ops: dict[str, Op], whole: bool = False) -> Table:
     """One row per op; whole: all of its meaning, not the first line alone."""
-    columns = ("op", "meaning", "impls", "refuses")
-    table = Table(*columns, keep=columns, title="ops", show_lines=True)
+    table = Table("ops", columns("op", "meaning", "impls", "refuses"), lines=True)
     for op in ops.values():
         refusing: dict[str, list[str]] = {}
         for name, impl in op.impls.items():
@@ -98,47 +120,54 @@ def ops_table(ops: dict[str, Op], whole: bool = False) -> Table:
         limits = [f"{', '.join(names)}: {limit}" for limit, names in refusing.items()]
         meaning = inspect.cleandoc(op.reference.__doc__ or "")
         meaning = meaning if whole else meaning.splitlines()[0]
-        table.add_row(f"{op.name}{op.signature}", meaning, ", ".join(op.impls), "\n".join(limits) or "-")
+        table.add(f"{op.name}{op.signature}", meaning, ", ".join(op.impls), "\n".join(limits) or "-")
     return table
 
 
 def entry_id(entry: dict) -> str:
     call = Call(**entry["call"])
-    told = {k: v for k, v in call.case.items() if v is not None and v is not False and v != "contiguous"}
-    return " ".join([call.op, *(k if v is True else f"{k}={v}" for k, v in told.items()), call.dtype])
+    sizes = {k: v for k, v in call.case.items() if v is not None and v is not False and v != "contiguous"}
+    return " ".join([call.op, *(k if v is True else f"{k}={v}" for k, v in sizes.items()), call.dtype])
+
+
+def counted_id(entry: dict) -> str:
+    """A call and how often a step makes it."""
+    return f"{entry_id(entry)} (x{entry.get('count', 1)})"
+
+
+CALLS = (
+    Column("call", code=True), Column("mode", rank=2), Column("impl"), Column("ms", ms), Column("± spread", ms, 5),
+    Column("vs fastest", str, 1), Column("of roofline", str, 3), Column("error / budget", str, 4),
+    Column("extra MiB", "{:,.1f}", 7), Column("host us", "{:.0f}", 6), Column("note"),
+)
 
 
 def calls_table(entries: list[dict], title: str = "candidates: verified, then timed in turns") -> Table:
-    """One line per impl of each call, of its tiles the best, the chosen one marked. What was refused is in `left_out`."""
-    columns = ("call", "mode", "impl", "ms", "± spread", "vs fastest", "of roofline", "error / budget", "extra MiB", "host us")
-    order = ("vs fastest", "mode", "of roofline", "error / budget", "± spread", "host us", "extra MiB")
-    table = Table(*columns, "", keep=("call", "impl", "ms", ""), order=order, title=title)
+    """One row per impl of each call, of its tiles the best, the chosen one marked. What was refused is in `left_out`."""
+    table = Table(title, CALLS, merge=2)
     for e in entries:
-        rows = {name: e["candidates"][name] for name in best(e).values()}
-        for i, (name, c) in enumerate(rows.items()):
-            timed, chosen = c.get("ms"), name == e.get("chosen")
-            table.add_row(
-                f"{entry_id(e)} (x{e['count']})" if i == 0 else "", mode_label(e) if i == 0 else "", name,
-                ms(timed), ms(spread(c)), versus(c), roofline(e, timed, (spread(c) or 0.0) / (timed or 1.0)),
-                f"{c['share']:.2f}{' *' if c.get('proved') else ''}",
-                "-" if c.get("peak_mib") is None else f"{c['peak_mib']:.1f}",
-                "-" if c.get("host_us") is None else f"{c['host_us']:.0f}", note(e, name),
-                style="bold green" if chosen else None, end_section=i == len(rows) - 1,
+        for name in best(e).values():
+            c = e["candidates"][name]
+            timed = number(c.get("ms"))
+            reached = roofline(e, timed, (spread(c) or 0.0) / (timed or 1.0))
+            table.add(
+                counted_id(e), mode_label(e), name, timed, spread(c), versus(c), reached, budget(c),
+                c.get("peak_mib"), c.get("host_us"), note(e, name), marked=name == e.get("chosen"),
             )
     return table
 
 
 def note(e: dict, name: str) -> str:
-    words = ["interpreted only, sizes reduced"] if e["candidates"][name].get("interpreted") else []
+    notes = ["interpreted only, sizes reduced"] if e["candidates"][name].get("interpreted") else []
     if name == e.get("chosen"):
-        words = ["chosen", *([e["why"]] if e.get("why", FASTEST) != FASTEST else [])]
-        words += [beside_rival(e)] if e.get("rival") else []
+        notes = ["chosen", *([e["why"]] if e.get("why", FASTEST) != FASTEST else [])]
+        notes += [beside_rival(e)] if e.get("rival") else []
     tiles = sum(base(n) == base(name) and "ms" in c for n, c in e["candidates"].items())
-    return ", ".join([*filter(None, words), *([f"best of {tiles} tiles"] if tiles > 1 else [])])
+    return ", ".join([*filter(None, notes), *([f"best of {tiles} tiles"] if tiles > 1 else [])])
 
 
 def beside_rival(e: dict) -> str:
-    """The chosen one beside the best other: how many times as fast, or that it is a tie, or that the other seemed faster."""
+    """The chosen candidate against the best other: how many times as fast, a tie, or undecided."""
     over, rival, why = e["vs_rival"], e["rival"], e.get("why", FASTEST)
     if why.startswith(TIED):
         return f"tied with {rival}" if abs(over - 1) <= NARROW else ""
@@ -154,19 +183,20 @@ def busy(entries: list[dict], result: dict | None = None) -> list[str]:
     if not found:
         return []
     more = f" (and {len(found) - 1} more)" if len(found) > 1 else ""
-    return [f"a busy machine: {found[-1][1]} while {found[-1][0]}{more} ran; run again when it is quiet for surer figures"]
+    what = f"{found[-1][1]} while {found[-1][0]}{more} ran"
+    return [f"the machine was busy: {what}; run again on an idle machine for reliable figures"]
 
 
 def stale(entries: list[dict]) -> list[str]:
-    """One line where a time beats the measured ceilings."""
+    """One line where a time is shorter than the measured ceilings allow."""
     if not any(OVER in roofline(e, e.get("ms")) for e in entries):
         return []
     return [f"{OVER}: faster than the measured ceilings allow, so they are stale, unless the data sits in a CPU's cache; "
-            "`whet machine --again` measures them anew"]
+            "`whet machine --again` measures them again"]
 
 
 def left_out(entries: list[dict]) -> list[str]:
-    """Every candidate that lost its candidacy, with the reason; those that share a reason share a line."""
+    """The candidates that were refused or rejected, one line per reason."""
     reasons: dict[str, dict[str, list[str]]] = {}
     for e in entries:
         for name, c in e["candidates"].items():
@@ -179,10 +209,10 @@ def left_out(entries: list[dict]) -> list[str]:
 
 
 def proved(entries: list[dict], name: Callable[[dict], str] = entry_id) -> list[str]:
-    """The calls, marked * in a table, that were verified at a smaller size than they were timed; said once per call."""
+    """The calls, marked * in a table, that were verified at a smaller size than they were timed; one line per call."""
     smaller = {name(e): c["proved"] for e in entries for c in e["candidates"].values() if c.get("proved")}
     why = "the float64 reference of the whole is too large"
-    return [f"{call} was timed as it stands and verified as {key}: {why}" for call, key in smaller.items()]
+    return [f"{call} was timed at full size and verified as {key}: {why}" for call, key in smaller.items()]
 
 
 def show_calls(console: Console, entries: list[dict]) -> None:
@@ -192,58 +222,68 @@ def show_calls(console: Console, entries: list[dict]) -> None:
 
 
 def counters_table(rows: list[dict]) -> Table:
-    """One line per kernel: time, clock, how busy each unit is in percent, how many warps there were and what they awaited."""
-    columns = ("call", "impl", "kernel", "us", "MHz", "regs", "KiB", "warps", *ncu.UNITS, "warps wait for")
-    table = Table(*columns, keep=("call", "impl", "kernel", "us"), title="counters: percent of what each unit can do")
-    before = None
+    """One row per kernel: time, clock, utilisation of each unit in percent, warps and their stall reasons."""
+    keys = {"us": "us", "MHz": "mhz", "regs": "registers", "KiB": "shared_kib", "warps": "warps"} | {u: u for u in ncu.UNITS}
+    figures = [Column(title, "{:.0f}", rank) for rank, title in enumerate(keys)]
+    names = (Column("call"), Column("impl"), Column("kernel", cut=40))
+    table = Table(
+        "counters: percent of what each unit can do", (*names, *figures, Column("warps wait for", rank=len(keys))), merge=2
+    )
     for row in rows:
-        told = (row["call"], row["impl"])
-        waits = ", ".join(f"{s} {n:g}" for s, n in row["stalls"].items())
-        numbers = [row[k] for k in ("us", "mhz", "registers", "shared_kib", "warps", *ncu.UNITS)]
-        table.add_row(
-            *(told if told != before else ("", "")), row["kernel"].partition("(")[0][:40],
-            *("-" if n is None else f"{n:.0f}" for n in numbers), waits,
-        )
-        before = told
+        stalls = ", ".join(f"{s} {n:g}" for s, n in row["stalls"].items())
+        table.add(row["call"], row["impl"], row["kernel"].partition("(")[0], *(row[k] for k in keys.values()), stalls)
     return table
 
 
 def chosen_note(result: dict) -> str:
-    """How the plan was chosen; older records say only whether it was a tie."""
+    """How the plan was chosen; older records have only whether it was a tie."""
     why = result.get("why") or (TIED if result.get("tied") else FASTEST)
     return "chosen" if why == FASTEST else f"chosen, {plan_label(why)}"
 
 
+PLANS = (
+    Column("plan"), Column("step ms", ms), Column("± spread", ms, 6), Column("baseline beside it, ms", ms, None),
+    Column("vs fastest", str, 2), Column("samples/s", "{:,.0f}", 3), Column("speed-up", "{:.2f}x", 1),
+    Column("peak MB", "{:,.0f}", 5), Column("error / budget", str, 4), Column("note"),
+)
+
+
 def plans_table(result: dict) -> Table:
+    """One row per plan, the chosen one marked; a plan that failed has its reason."""
     stored = ", from the lock" if result.get("from_lock") else ""
-    columns = ("plan", "step ms", "± spread", "vs fastest", "samples/s", "speed-up", "peak MB", "error / budget", "")
-    order = ("speed-up", "vs fastest", "samples/s", "error / budget", "peak MB", "± spread")
-    title = f"plans for {result['target']}: one training step{stored}"
-    table = Table(*columns, keep=("plan", "step ms", ""), order=order, title=title)
-    for r in result["plans"]:
-        timed = r.get("ms")
-        note = chosen_note(result) if r["name"] == result["chosen"] else r["why"]
-        table.add_row(
-            plan_label(r["name"]), ms(timed), ms(spread(r)), versus(r),
-            f"{r['samples_per_s']:.0f}" if timed else "-", f"{r['speedup']:.2f}x" if timed else "-",
-            f"{r['peak_mb']:.0f}" if r.get("peak_mb") else "-", f"{r['share']:.2f}" if "share" in r else "-", note,
-            style="bold green" if r["name"] == result["chosen"] else None,
+    step = "one forward" if result.get("kind") == "forward" else "one training step"
+    table = Table(f"plans for {result.get('target') or 'a model'}: {step}{stored}", PLANS)
+    for p in result.get("plans") or []:
+        timed, chosen = number(p.get("ms")), p.get("name") == result.get("chosen")
+        rates = [p.get(k) if timed else None for k in ("samples_per_s", "speedup")]
+        table.add(
+            plan_label(p.get("name") or ""), timed, spread(p), p.get("before_ms"), versus(p), *rates, p.get("peak_mb") or None,
+            budget(p), chosen_note(result) if chosen else p.get("why") or "", marked=chosen,
         )
     return table
 
 
-def proofs_table(rows: list[dict]) -> Table:
-    """How many calls of each impl were right, refused, rejected or failed; then each of the last two, with its reason."""
-    table = Table("op", "impl", *OUTCOMES, "why", keep=("op", "impl", *OUTCOMES))
-    counts: dict[tuple[str, str], dict[str, int]] = {}
+def proofs_table(rows: list[dict], by_impl: bool = True) -> Table:
+    """How many calls of each op, or of each of its impls, were right, refused, rejected or failed; then of all."""
+    keys = ("op", "impl") if by_impl else ("op",)
+    table = Table("proofs", [*columns(*keys), *columns(*OUTCOMES, form="{:,}")])
+    counts: dict[tuple, collections.Counter] = {}
     for row in rows:
-        mine = counts.setdefault((row["op"], base(row["impl"])), {})
-        mine[row["outcome"]] = mine.get(row["outcome"], 0) + 1
-    for (op, impl), found in counts.items():
-        table.add_row(op, impl, *(str(found.get(k, 0)) for k in OUTCOMES), "")
-    for row in rows:
-        if row["outcome"] in ("rejected", "failed"):
-            call = Call(row["op"], row["case"], row["dtype"], True).key.removesuffix(" fwd+bwd")
-            marks = ("1" if row["outcome"] == k else "" for k in OUTCOMES)
-            table.add_row("", row["impl"], *marks, f"{call}: {row['why']}")
+        for key in ((row["op"], base(row["impl"]))[:len(keys)], ("all", "")[:len(keys)]):
+            counts.setdefault(key, collections.Counter())[row["outcome"]] += 1
+    for key in sorted(counts, key=lambda key: key[0] == "all"):
+        table.add(*key, *(counts[key][k] for k in OUTCOMES))
     return table
+
+
+def not_right(rows: list[dict]) -> list[str]:
+    """Each candidate that was rejected or failed, with its call and the reason."""
+    wrong = [row for row in rows if row["outcome"] in ("rejected", "failed")]
+    calls = [Call(row["op"], row["case"], row["dtype"], False).key.removesuffix(" fwd") for row in wrong]
+    return [f"{row['outcome']}: {row['impl']}, {call}: {row['why']}" for row, call in zip(wrong, calls)]
+
+
+def show_proofs(console: Console, rows: list[dict]) -> None:
+    console.print(proofs_table(rows))
+    for line in not_right(rows):
+        console.print(line)

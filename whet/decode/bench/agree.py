@@ -15,7 +15,7 @@ from whet.models.qwen3 import Qwen3
 from whet.verify import VALUE_FACTOR, Verdict, judge
 
 CHECKED = 8  # tokens compared
-MOST_ROWS = 3  # of a batch: its first, one within and its last
+MAX_ROWS = 3  # of a batch: its first, one within and its last
 
 
 class Prompt:
@@ -37,7 +37,7 @@ class Prompt:
 
     @torch.no_grad()
     def logits(self, tokens: torch.Tensor) -> torch.Tensor:
-        """(rows, T, V) of tokens (rows, T) behind the prompt."""
+        """(rows, T, V) of tokens (rows, T) after the prompt."""
         hidden = torch.cat([self.extend(row, self.length) for row in tokens.split(1)])
         with by_formulas(self.model), full_float32():
             return self.model.logits(hidden)
@@ -50,7 +50,7 @@ class Truth:
         """prompt (1, C); forced (B, CHECKED): the tokens that each row of the batch is then given."""
         batch = forced.shape[0]
         self.prompt, self.forced = prompt, forced
-        self.rows = sorted({0, batch // 2, batch - 1})[:MOST_ROWS]
+        self.rows = sorted({0, batch // 2, batch - 1})[:MAX_ROWS]
         self.step = torch.finfo(model.embed.dtype).eps
         wider = torch.float64 if model.embed.dtype == torch.float32 else torch.float32
         self.oracle = Prompt(widened(model, wider), prompt)

@@ -125,7 +125,7 @@ class GraphContender(Contender):
         self.runner.steps(tokens, self.batch, self.context, "greedy")
 
     def close(self):
-        self.runner.forget()
+        self.runner.drop_graphs()
         self.runner.cache.drop()
 
 
@@ -138,7 +138,7 @@ class PersistentContender(GraphContender):
     def refused(cls, model: Qwen3, batch: int) -> str | None:
         if batch > 1:
             return "it decodes one sequence"
-        return persistent.unfit(model) or persistent.unable(model.embed.device)
+        return persistent.model_refused(model) or persistent.device_refused(model.embed.device)
 
     def step(self, token):
         """One launch for one given token; its logits are those that the kernel compares."""

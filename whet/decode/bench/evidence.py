@@ -1,11 +1,10 @@
-"""What else a benchmark of the decoder tells: how long a fresh process takes to its first token, and what quantising costs."""
+"""What else a benchmark of the decoder reports: a fresh process's time to its first token, and what quantising costs."""
 
 import contextlib
 import functools
 import json
 import math
 import os
-import subprocess
 import sys
 import tempfile
 from collections.abc import Callable, Iterator
@@ -14,6 +13,7 @@ from typing import Any
 
 import torch
 
+from whet.child import Lost, run_to_end
 from whet.decode import load
 from whet.decode.bench import quality, rivals
 from whet.decode.bench.contender import GraphContender, PersistentContender
@@ -39,15 +39,15 @@ def starts(model: Qwen3, where: Path | None, device: str = "auto") -> dict:
             rivals.save_hf(model, where)
         files = [where] if where.is_file() else sorted(where.glob("*.safetensors"))
         first = child(where, device)
-        dropped, size = all(forgotten(f) for f in files), sum(f.stat().st_size for f in files)
+        dropped, size = all(drop_from_page_cache(f) for f in files), sum(f.stat().st_size for f in files)
         cold = child(where, device)
         warm = [child(where, device) for _ in range(WARM)]
     middle = sorted(warm, key=lambda r: r["since_start_s"])[WARM // 2]
-    told = "read from disk" if dropped else "perhaps in the system's page cache"
-    return {"first": first, "cold": cold, "warm": middle, "cold_is": told, "bytes": size}
+    source_of_cold = "read from disk" if dropped else "perhaps in the system's page cache"
+    return {"first": first, "cold": cold, "warm": middle, "cold_is": source_of_cold, "bytes": size}
 
 
-def forgotten(file: Path) -> bool:
+def drop_from_page_cache(file: Path) -> bool:
     """Ask the system to drop a file from its page cache, so that the next reader waits for the disk."""
     try:
         with file.open("rb") as f:
@@ -67,21 +67,23 @@ def child(where: Path, device: str) -> dict:
     start = f"import sys; sys.path[0] = {root!r}; from whet.commands import main; main()"
     options = ["--max-new-tokens", "1", "--raw", "--ignore-eos", "--device", device, "--json", "--no-verify"]
     command = [sys.executable, "-c", start, "generate", str(where), PROMPT, *options]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=LIMIT_S)
-    if done.returncode:
-        said = done.stderr.strip().splitlines() or [f"exit code {done.returncode}"]
-        raise ValueError(f"whet generate did not start: {said[-1]}")
-    told = json.loads(done.stdout)
-    return {name: round(told[name], 3) for name in PARTS}
+    try:
+        done = run_to_end(command, LIMIT_S)
+    except Lost as e:
+        raise ValueError(f"whet generate did not start: {e}") from None
+    if done.fault:
+        raise ValueError(f"whet generate did not start: {done.fault}")
+    answer = json.loads(done.stdout)
+    return {name: round(answer[name], 3) for name in PARTS}
 
 
-def graded(name: str, device: str, quants: list[str], progress: Callable[[str, int, int], None]) -> dict:
+def measure_quality(name: str, device: str, quants: list[str], progress: Callable[[str, int, int], None]) -> dict:
     """Perplexity, KL and top-1 against float32, of the decoding path as it is, of each quant, and of Transformers in bfloat16.
 
     On real text: with the model that was named where it has a tokenizer, else with SmolLM2-135M where it is installed, else
     with random weights and random tokens, whose KL means something and whose perplexity does not.
     """
-    build, text, told = source(name, device)
+    build, text, about = source(name, device)
     model = build()
     gpu = model.embed.device.type == "cuda"
     count = 4096 if gpu else 256
@@ -96,7 +98,7 @@ def graded(name: str, device: str, quants: list[str], progress: Callable[[str, i
     found = quality.compare_quants(build, tokens, quants or QUANTS, run=run, batch=8 if gpu else 1, more=kernel_of)
     base = next(iter(found))
     noise = found[base].error
-    result: dict[str, Any] = told | {"path": "token by token, as it decodes" if gpu else "the plain forward", "base": base}
+    result: dict[str, Any] = about | {"path": "token by token, as it decodes" if gpu else "the plain forward", "base": base}
     progress("quality: transformers", 1, 2)
     try:
         theirs = theirs_of(build(), tokens, batch=8 if gpu else 1)
@@ -162,7 +164,7 @@ def theirs_of(model: Qwen3, tokens: list[int], batch: int) -> quality.Scores:
 
 
 def plain_json(found: dict) -> dict:
-    """JSON has no word for NaN and infinity."""
+    """JSON has neither NaN nor infinity."""
     return dict(pairs(found))
 
 

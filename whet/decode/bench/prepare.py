@@ -1,12 +1,11 @@
 """What is compiled before anything is timed: in processes side by side, which fill the compilers' caches for this one.
 
 Four kinds of weights at three batches are some hundred kernels, and a compiled rival is most of a minute of one core. Weights
-are random: code depends on sizes alone. Whatever fails here fails again where it is measured, and is told there.
+are random: code depends on sizes alone. Whatever fails here fails again where it is measured, and is reported there.
 """
 
 import json
 import os
-import subprocess
 import sys
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor, as_completed
@@ -17,6 +16,7 @@ from typing import Any
 import torch
 
 from whet import measure
+from whet.child import Lost, run_to_end, stop_running
 from whet.decode.bench import contender, rivals
 from whet.decode.cache import free_bytes
 from whet.decode.oracle import full_float32
@@ -62,10 +62,15 @@ def prepare(model: Qwen3, wanted: list[Job], progress: Callable[[str, int, int],
     begun, failed, side_by_side = measure.now(), [], processes(model)
     with ThreadPoolExecutor(side_by_side) as pool:
         running = {pool.submit(child, model, job): job for job in wanted}
-        for i, one in enumerate(as_completed(running)):
-            progress("compiling, processes side by side", i, len(running))
-            if why := one.result():
-                failed.append(asdict(running[one]) | {"why": why})
+        try:
+            for i, one in enumerate(as_completed(running)):
+                progress("compiling, processes side by side", i, len(running))
+                if why := one.result():
+                    failed.append(asdict(running[one]) | {"why": why})
+        except KeyboardInterrupt:
+            pool.shutdown(wait=False, cancel_futures=True)
+            stop_running()
+            raise
     return {"s": round(measure.now() - begun, 1), "jobs": len(wanted), "processes": side_by_side, "failed": failed}
 
 
@@ -78,13 +83,9 @@ def child(model: Qwen3, job: Job) -> str:
     env = os.environ | {"TORCHINDUCTOR_COMPILE_THREADS": str(THREADS)}
     given = json.dumps({"config": config, "job": asdict(job)} | where)
     try:
-        done = subprocess.run(
-            [sys.executable, "-c", start], input=given, capture_output=True, text=True, timeout=LIMIT_S, env=env
-        )
-    except subprocess.TimeoutExpired:
-        return f"took longer than {LIMIT_S:.0f} s"
-    said = done.stderr.strip().splitlines() or [f"exit code {done.returncode}"]
-    return said[-1][:300] if done.returncode else ""
+        return run_to_end([sys.executable, "-c", start], LIMIT_S, given, env).fault
+    except Lost as e:
+        return str(e)
 
 
 def main() -> None:
@@ -92,7 +93,7 @@ def main() -> None:
     config = Qwen3Config(**given["config"] | {"eos": tuple(given["config"]["eos"])})
     job = Job(**given["job"] | {"contexts": tuple(given["job"]["contexts"])})
     model = random_weights(config, device=given["device"], dtype=getattr(torch, given["dtype"])).requires_grad_(False)
-    with full_float32():  # as the bench has set it when it compiles: Inductor's cache tells the one setting from the other
+    with full_float32():  # as the bench has set it when it compiles: Inductor's cache keeps the two settings apart
         pass
     with rivals.quiet():
         do(job, model)

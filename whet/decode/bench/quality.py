@@ -45,13 +45,13 @@ def text_sample(n_chars: int) -> str:
     """
     if n_chars < 1:
         raise ValueError(f"text_sample: n_chars must be at least 1, got {n_chars}")
-    said, length = [], 0
+    passages, length = [], 0
     for path in prose():
         for passage in docstrings(path):
-            said.append(passage)
+            passages.append(passage)
             length += len(passage) + 2
             if length >= n_chars + 2:
-                return "\n\n".join(said)[:n_chars]
+                return "\n\n".join(passages)[:n_chars]
     raise ValueError(f"text_sample: n_chars must be at most {max(0, length - 2)}, which is all there is, got {n_chars}")
 
 
@@ -65,8 +65,8 @@ def prose() -> list[Path]:
 def docstrings(path: Path) -> tuple[str, ...]:
     """Of a module, its classes and functions, as they stand in the file."""
     nodes = ast.walk(ast.parse(path.read_text(encoding="utf-8")))
-    spoken = (n for n in nodes if isinstance(n, ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef))
-    texts = (ast.get_docstring(n) for n in sorted(spoken, key=lambda n: getattr(n, "lineno", 0)))
+    documented = (n for n in nodes if isinstance(n, ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef))
+    texts = (ast.get_docstring(n) for n in sorted(documented, key=lambda n: getattr(n, "lineno", 0)))
     return tuple(text for text in texts if text)
 
 

@@ -116,7 +116,7 @@ class Transformers(Contender):
 
 
 def must_be_placed(module: Any) -> bool:
-    """Whether this version's cache does not count its tokens, and is told where new ones stand."""
+    """Whether this version's cache does not count its tokens, and must be given the position of new ones."""
     return "cache_position" in inspect.signature(module.forward).parameters
 
 

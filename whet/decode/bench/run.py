@@ -67,7 +67,7 @@ class Asked:
 
     @property
     def ahead(self) -> int:
-        """Tokens that a row comes to behind its context."""
+        """Tokens that a row may reach after its context."""
         return max(self.tokens, CHECKED)
 
     @property
@@ -138,8 +138,8 @@ class Bench:
         model, text = opened(asked.model, asked.device)
         longest = max(asked.contexts) + asked.ahead
         if longest > model.c.max_positions:
-            told = f"{max(asked.contexts)} + {asked.ahead} tokens"
-            raise ValueError(f"bench decode: context {told} must fit {asked.model}'s {model.c.max_positions} positions")
+            wanted = f"{max(asked.contexts)} + {asked.ahead} tokens"
+            raise ValueError(f"bench decode: context {wanted} must fit {asked.model}'s {model.c.max_positions} positions")
         self.models: dict[str, Qwen3] = {"": model}
         self.gpu, self.text = model.embed.device.type == "cuda", text
         self.roof, self.begun = measure.ceilings(), 0.0
@@ -199,8 +199,8 @@ class Bench:
                 self.save(start=self.attempt(lambda: evidence.starts(self.models[""], existing(asked.model), asked.device)))
         if asked.quality:
             with self.stage("quality"):
-                graded = functools.partial(evidence.graded, asked.model, asked.device, asked.quants, self.progress)
-                self.save(quality=self.attempt(graded))
+                args = asked.model, asked.device, asked.quants, self.progress
+                self.save(quality=self.attempt(functools.partial(evidence.measure_quality, *args)))
         self.save()
         return self.measured
 
@@ -356,9 +356,9 @@ class Bench:
         flops, rate = prefill_flops(model, length), self.roof.tflops.get(self.measured["dtype"])
         for name, timing in self.compared(runs, rows).items():
             tflops = flops / timing.ms / 1e9
-            told = {"tflops": round(tflops, 3)} | ({"of_ceiling": round(tflops / rate, 4)} if rate and self.gpu else {})
-            told |= {"ok": True, "tokens_per_s": round(length / timing.ms * 1e3, 1), "flops": flops}
-            rows[name] |= timing.as_dict() | told
+            rates = {"tflops": round(tflops, 3)} | ({"of_ceiling": round(tflops / rate, 4)} if rate and self.gpu else {})
+            rates |= {"ok": True, "tokens_per_s": round(length / timing.ms * 1e3, 1), "flops": flops}
+            rows[name] |= timing.as_dict() | rates
         return list(rows.values())
 
 
@@ -387,5 +387,5 @@ def summaries(rows: list[dict]) -> Iterator[str]:
         best = max((r for r in here if r["system"] not in OURS), key=lambda r: r["tokens_per_s"], default=None)
         if ours and best:
             ratio = ours["tokens_per_s"] / best["tokens_per_s"]
-            told = f"{ours['system']} {ratio:.2f}x {best['system']}, the fastest other"
-            yield f"batch {point[0]}, context {point[1]}: {told}"
+            ratio_text = f"{ours['system']} {ratio:.2f}x {best['system']}, the fastest other"
+            yield f"batch {point[0]}, context {point[1]}: {ratio_text}"

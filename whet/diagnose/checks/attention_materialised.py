@@ -10,8 +10,8 @@ import torch.nn.functional as F
 from torch import nn
 
 from whet.diagnose.run import Check, Finding, Run
+from whet.diagnose.summary import pattern
 from whet.diagnose.target import Target, target_of
-from whet.diagnose.tell import pattern
 from whet.diagnose.watch import Event, Seen
 from whet.figures import figure
 from whet.measure import compare
@@ -47,7 +47,7 @@ class WholeScores:
         return ".".join(shared)
 
 
-def alike(t: Seen, scores: Seen) -> bool:
+def score_sized(t: Seen, scores: Seen) -> bool:
     """As many elements as the scores, and their last two sizes in either order."""
     return t.numel == scores.numel and len(t.shape) > 2 and sorted(t.shape[-2:]) == sorted(scores.shape[-2:])
 
@@ -61,8 +61,8 @@ def attentions(events: list[Event]) -> list[WholeScores]:
         start = softmaxes[i - 1].index + 1 if i else 0
         end = softmaxes[i + 1].index if i + 1 < len(softmaxes) else len(events)
         products = [p for p in events[start:end] if p.op in PRODUCTS and p.phase == "forward"]
-        before = [p for p in products if p.index < e.index and alike(p.outputs[0], e.inputs[0])]
-        after = [p for p in products if p.index > e.index and any(alike(t, e.inputs[0]) for t in p.inputs)]
+        before = [p for p in products if p.index < e.index and score_sized(p.outputs[0], e.inputs[0])]
+        after = [p for p in products if p.index > e.index and any(score_sized(t, e.inputs[0]) for t in p.inputs)]
         if before and after:
             found.append(WholeScores(e, before[-1], after[0]))
             found[-1].touching = [t for t in events[before[-1].index : after[0].index + 1] if touches(t, e.inputs[0])]
@@ -76,7 +76,7 @@ def attentions(events: list[Event]) -> list[WholeScores]:
 
 
 def touches(e: Event, scores: Seen) -> bool:
-    return not e.view and any(alike(t, scores) for t in (*e.inputs, *e.outputs))
+    return not e.view and any(score_sized(t, scores) for t in (*e.inputs, *e.outputs))
 
 
 def grouped(found: list[WholeScores], key: Callable[[WholeScores], tuple]) -> list[list[WholeScores]]:
@@ -96,7 +96,7 @@ def excess_ms(run: Run, a: WholeScores) -> float:
     cost = 0.0
     for e in a.touching:
         dtype = e.inputs[0].dtype if e.inputs else e.outputs[0].dtype
-        ours = sum(t.bytes for t in (*e.inputs, *e.outputs) if alike(t, a.scores))
+        ours = sum(t.bytes for t in (*e.inputs, *e.outputs) if score_sized(t, a.scores))
         cost += run.floor_ms(e.bytes, e.flops, dtype)
         if e.flops:
             cost -= run.floor_ms(e.bytes - ours, e.flops, dtype)
@@ -163,8 +163,8 @@ def find(run: Run):
         if run.gpu:
             now, fused = measured(a, masked, run.target.kind == "train")
             cost = len(found) * (now - fused)
-            said = f"measured at its size: {figure(now)} ms by its formula, {figure(fused)} ms by"
-            figures = [f"{said} scaled_dot_product_attention"]
+            timed_text = f"measured at its size: {figure(now)} ms by its formula, {figure(fused)} ms by"
+            figures = [f"{timed_text} scaled_dot_product_attention"]
             if cost < LEAST * run.step_ms:
                 continue
         elif large:
@@ -179,8 +179,8 @@ def finding(run: Run, found: list[WholeScores], cost: float, figures: list[str],
     a = found[0]
     shape, mib = " x ".join(map(str, a.scores.shape)), a.scores.bytes / 2**20
     where = pattern(a.module) or "the model itself"
-    passes = sum(alike(t, a.scores) for e in a.touching for t in (*e.inputs, *e.outputs))
-    kept = sum(kept_bytes(f.touching, lambda t: alike(t, a.scores)) for f in found) / 2**20
+    passes = sum(score_sized(t, a.scores) for e in a.touching for t in (*e.inputs, *e.outputs))
+    kept = sum(kept_bytes(f.touching, lambda t: score_sized(t, a.scores)) for f in found) / 2**20
     lines = sorted({f.softmax.line for f in found})
     often = f", {len(found)} times" if len(found) > 1 else ""
     evidence = [

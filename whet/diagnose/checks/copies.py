@@ -1,7 +1,7 @@
 """Copies that change nothing but the layout, where the reader would have taken the tensor as it lay.
 
-A copy is told only with a reason why it can be left out: what is repeated could be broadcast, the reader takes strides, the
-same was copied before, or the copy is itself copied. The one copy that merges the heads behind attention has no such reason.
+A copy is reported only with a reason why it can be left out: what is repeated could be broadcast, the reader takes strides, the
+same was copied before, or the copy is itself copied. The one copy that merges the heads after attention has no such reason.
 """
 
 import collections
@@ -13,15 +13,15 @@ import torch.nn.functional as F
 from torch import nn
 
 from whet.diagnose.run import Check, Finding, Run
+from whet.diagnose.summary import IDLE, pattern
 from whet.diagnose.target import Target, target_of
-from whet.diagnose.tell import IDLE, pattern
 from whet.diagnose.watch import Event, Seen
 from whet.figures import figure, percent
 from whet.machine import this_machine
 
 OF_STEP = 0.01  # of the step's time, under which nothing is reported on a GPU; a CPU's times say nothing about one
 OF_BYTES = 0.01  # of what the forward moves: grouped heads written out in a Llama are 2 to 6% of it, with fused ops and without
-PLAIN = 0.15  # of both, for a copy that only its size speaks against: a windowed transformer's permutations are under a tenth
+PLAIN = 0.15  # of both, for a copy with only its size against it: a windowed transformer's permutations are under a tenth
 COPIERS = ("aten::clone", "aten::_to_copy", "aten::repeat")  # copy_ writes into memory that the user set aside
 ATTENTION = re.compile(r"scaled_dot_product|attention|flash_attn")
 PRODUCTS = ("aten::mm", "aten::addmm", "aten::bmm", "aten::baddbmm", "aten::matmul", "aten::linear")
@@ -204,10 +204,10 @@ def find(run: Run):
             continue
         ms, measured = cost(run, group)
         if not run.gpu or ms >= least_time * run.step_ms:
-            yield told(run, kind, module, group, ms, measured, bytes_ / moved)
+            yield finding(run, kind, module, group, ms, measured, bytes_ / moved)
 
 
-def told(run: Run, kind: str, module: str, group: list[Copy], ms: float, measured: bool, share: float) -> Finding:
+def finding(run: Run, kind: str, module: str, group: list[Copy], ms: float, measured: bool, share: float) -> Finding:
     first = max(group, key=lambda c: c.bytes)
     lines = ", ".join(dict.fromkeys(c.event.line for c in group if c.event.line))
     readers = dict.fromkeys(f"{e.op}" + (f" at {e.line}" if e.line else "") for e, _ in first.readers)

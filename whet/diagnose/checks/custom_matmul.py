@@ -10,14 +10,14 @@ import torch.nn.functional as F
 from torch import nn
 
 from whet.diagnose.run import Check, Finding, Run
+from whet.diagnose.summary import pattern
 from whet.diagnose.target import Target, target_of
-from whet.diagnose.tell import pattern
 from whet.diagnose.watch import Event, Seen
 from whet.figures import figure
 from whet.machine import this_machine
 from whet.measure import Timing, compare
 
-SLOWER = 1.5  # times the stock product, before it is worth a word: what an op fuses besides may well cost the rest
+SLOWER = 1.5  # times the stock product, before it is reported: what an op fuses besides may well cost the rest
 OF_STEP = 0.01  # of the step, under which nothing is reported
 SECONDS = 0.3  # to time each of the two
 STOCK = ("aten::mm", "aten::addmm", "aten::bmm", "aten::baddbmm", "aten::_scaled_mm")
@@ -114,12 +114,12 @@ def find(run: Run):
             groups[e.op, tuple((t.shape, t.dtype) for t in e.inputs)].append((e, *found))
     for group in groups.values():
         if run.gpu:
-            yield from told_gpu(run, group)
+            yield from measured_finding(run, group)
         elif not inside(run, {e.module for e, _, _ in group}):
-            yield told(group)
+            yield structural_finding(group)
 
 
-def described(group: list[tuple[Event, Seen, list[Seen]]]) -> tuple[str, list[str]]:
+def cause_and_evidence(group: list[tuple[Event, Seen, list[Seen]]]) -> tuple[str, list[str]]:
     e, x, weights = group[0]
     where = pattern(e.module) or "the model itself"
     cause = f"{e.op} in {where} multiplies matrices by hand"
@@ -133,10 +133,10 @@ def fix_for(e: Event, weights: list[Seen]) -> str:
     return f"Leave the product to {products} and keep in {e.op} only what is elementwise"
 
 
-def told(group: list[tuple[Event, Seen, list[Seen]]]) -> Finding:
+def structural_finding(group: list[tuple[Event, Seen, list[Seen]]]) -> Finding:
     """Without a GPU: by structure alone."""
     e, _, weights = group[0]
-    cause, evidence = described(group)
+    cause, evidence = cause_and_evidence(group)
     evidence.append("no stock product runs inside it; kernels are interpreted here, so it is not timed")
     return Finding(
         "custom_matmul", f"{cause}: on a GPU a stock product at these shapes runs at the rate of cuBLAS", evidence,
@@ -144,9 +144,9 @@ def told(group: list[tuple[Event, Seen, list[Seen]]]) -> Finding:
     )
 
 
-def told_gpu(run: Run, group):
+def measured_finding(run: Run, group):
     e, x, weights = group[0]
-    cause, evidence = described(group)
+    cause, evidence = cause_and_evidence(group)
     try:
         both = timed(run, e, x, weights)
         custom, plain_ms = both["custom"].ms, both["stock"].ms

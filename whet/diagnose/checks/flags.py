@@ -101,7 +101,7 @@ def state(flags: list[Flag]) -> tuple[list[bool], bool]:
     return [f.read() for f in flags], torch.autograd._profiler_enabled()
 
 
-def held_at(target: Target, flag: Flag, value: bool):
+def step_with_flag(target: Target, flag: Flag, value: bool):
     """The step with the flag at this value, whatever the step itself sets it to; afterwards it is as it was."""
     def step():
         before = flag.read()
@@ -134,7 +134,7 @@ def find(run: Run):
 
 
 def costly(run: Run, flag: Flag):
-    steps = {"now": held_at(run.target, flag, not flag.best), "then": held_at(run.target, flag, flag.best)}
+    steps = {"now": step_with_flag(run.target, flag, not flag.best), "then": step_with_flag(run.target, flag, flag.best)}
     with restored(run.target):
         times = compare(steps, seconds=min(0.5, run.seconds), flush=False, least=ROUNDS)
     now, then = times["now"], times["then"]

@@ -10,7 +10,7 @@ from whet.figures import figure, percent
 from whet.measure import compare
 from whet.race import tie
 
-PRODUCTS = ("aten::mm", "aten::addmm", "aten::bmm", "aten::baddbmm")  # what set_float32_matmul_precision speaks for
+PRODUCTS = ("aten::mm", "aten::addmm", "aten::bmm", "aten::baddbmm")  # what set_float32_matmul_precision applies to
 LEAST = 0.05  # of the step: a change of precision must be worth more than a change of speed alone
 IDLE = 0.5  # of the step: a GPU that waits for the host this much gains nothing from faster products
 ROUNDS = 15  # at least, of each: a median of fewer is moved by one interruption
@@ -35,7 +35,7 @@ def worth_trying(flops: int, tflops: float, step_ms: float, idle_share: float) -
     return idle_share <= IDLE and flops / tflops / 1e9 / HALF >= LEAST * step_ms
 
 
-def worth_telling(highest_ms: float, high_ms: float) -> bool:
+def worth_reporting(highest_ms: float, high_ms: float) -> bool:
     return highest_ms - high_ms >= LEAST * highest_ms
 
 
@@ -60,7 +60,7 @@ def find(run: Run):
     finally:
         torch.set_float32_matmul_precision("highest")
     now, then = times["highest"], times["high"]
-    if tie(now, then) or not worth_telling(now.ms, then.ms):
+    if tie(now, then) or not worth_reporting(now.ms, then.ms):
         return
     largest = max((e for e in run.watched.events if e.op in PRODUCTS), key=lambda e: e.flops)
     yield Finding(

@@ -9,7 +9,7 @@ from whet.diagnose.run import Check, Finding, Run
 from whet.diagnose.target import Target, target_of
 from whet.diagnose.watch import restored
 
-MOST = 5  # breaks told; the rest are counted
+SHOWN = 5  # breaks listed; the rest are counted
 WARM, COUNTED = 2, 3  # steps: the first compiles, the second may meet an optimizer's new state
 
 
@@ -64,14 +64,14 @@ def find(run: Run):
         return
     breaks, again = broken(run.target)
     where = ", ".join(parts[:3]) + (f" and {len(parts) - 3} more" if len(parts) > 3 else "")
-    told = list(dict.fromkeys(breaks))
+    distinct = list(dict.fromkeys(breaks))
     if breaks:
-        reason, line = told[0]
-        more = [f"and {len(told) - MOST} more"] if len(told) > MOST else []
+        reason, line = distinct[0]
+        more = [f"and {len(distinct) - SHOWN} more"] if len(distinct) > SHOWN else []
         yield Finding(
             "graph_breaks", f"{len(breaks)} graph break{'s' if len(breaks) > 1 else ''} in what is compiled ({where}), first "
             f"at {line or 'an unknown line'}: {reason}",
-            [*(f"{at or 'an unknown line'}: {why}" for why, at in told[:MOST]), *more],
+            [*(f"{at or 'an unknown line'}: {why}" for why, at in distinct[:SHOWN]), *more],
             fix="Take what cannot be traced out of the compiled part, and keep it whole with torch.compile(..., "
             "fullgraph=True), which stops at the next break", line=line,
         )

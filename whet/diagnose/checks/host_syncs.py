@@ -8,12 +8,12 @@ from torch import nn
 
 from whet.diagnose.profile import Profile, on_cpu
 from whet.diagnose.run import Check, Finding, Run
+from whet.diagnose.summary import pattern
 from whet.diagnose.target import Target, target_of
-from whet.diagnose.tell import pattern
 from whet.diagnose.watch import Event, Watched
 from whet.figures import figure
 
-LEAST = 0.01  # share of the step that the waits must cost on a GPU to be told
+LEAST = 0.01  # share of the step that the waits must cost on a GPU to be reported
 MASKS = (torch.bool, torch.uint8)
 READ, SIZED, MASKED, COPIED = "a value is read", "a shape depends on values", "a mask indexes", "a tensor goes to the CPU"
 OPS = {
@@ -108,7 +108,7 @@ class Waits:
         return list(dict.fromkeys(why for why, _ in self.events))
 
     @property
-    def told(self) -> str:
+    def place(self) -> str:
         where = sorted(pattern(m) or "the model itself" for m in self.modules)
         return f"{self.line or 'the backward'} in {', '.join(dict.fromkeys(where))}"
 
@@ -167,7 +167,7 @@ def find(run: Run):
             f"the GPU idles {figure(cost)} ms{run.share(cost)} after {run.profile.syncs} waits"
         )
         yield Finding(
-            "host_syncs", f"the host waits for the GPU {times(len(w.events))} a step at {w.told}: {', '.join(w.whys)}"
+            "host_syncs", f"the host waits for the GPU {times(len(w.events))} a step at {w.place}: {', '.join(w.whys)}"
             + ("" if run.gpu else " (on a GPU)"),
             [*seen, idle], fix_of(w), mine, mine, module=w.events[0][1].module, line=w.line,
         )

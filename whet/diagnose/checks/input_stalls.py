@@ -19,10 +19,10 @@ LEAST = 0.05  # of the step: a wait below it comes and goes with the machine's o
 BATCHES, SECONDS = 8, 2.0  # looked at, whichever ends first
 
 
-def paces(run: Run) -> tuple[float, float, float, int] | None:
+def iteration_times(run: Run) -> tuple[float, float, float, int] | None:
     """ms: a mean wait for a batch, an iteration with the loader, one without; and how many there were."""
     target, waits, watch = run.target, [], Stopwatch(run.target.device)
-    most = BATCHES + 2 * getattr(target.loader, "num_workers", 0)  # what workers had ready before the first step hides a wait
+    limit = BATCHES + 2 * getattr(target.loader, "num_workers", 0)  # what workers had ready before the first step hides a wait
     with restored(target):
         target.step()
         batches = iter(target.loader)
@@ -30,7 +30,7 @@ def paces(run: Run) -> tuple[float, float, float, int] | None:
             return None
         with watch("with"):
             started = before = now()
-            for batch in itertools.islice(batches, most):
+            for batch in itertools.islice(batches, limit):
                 moved(batch, target.device)
                 waits.append(now() - before)
                 target.step()
@@ -71,7 +71,7 @@ def find(run: Run):
     loader = run.target.loader
     if loader is None:
         return
-    found = paces(run)
+    found = iteration_times(run)
     if found is None:
         return
     wait, with_loader, step, count = found

@@ -9,8 +9,8 @@ from torch import nn
 from whet.diagnose.checks.host_syncs import waited_us
 from whet.diagnose.profile import Profile
 from whet.diagnose.run import Check, Finding, Run
+from whet.diagnose.summary import IDLE
 from whet.diagnose.target import Target, target_of
-from whet.diagnose.tell import IDLE
 from whet.figures import figure, percent
 
 SHORT_US = 10.0  # about what PyTorch needs on the host for one op: shorter kernels end before the next is launched

@@ -30,7 +30,7 @@ class Logits:
     out: Seen
     name: str  # the head's weight
 
-    def alike(self, t: Seen) -> bool:
+    def same_size(self, t: Seen) -> bool:
         """As wide, and as long but for a few rows: labels are often shifted by one."""
         return t.shape[-1:] == self.out.shape[-1:] and self.out.numel / 2 < t.numel <= self.out.numel
 
@@ -60,15 +60,15 @@ def logits(run: Run) -> list[Logits]:
     half = any(p.dtype in HALF for p in run.target.model.parameters())
     for head, name in heads(events):
         made = Logits(head, None, head.outputs[0], name)
-        after = [e for e in events[head.index + 1 :] if e.phase == "forward" and e.inputs and made.alike(e.inputs[0])]
+        after = [e for e in events[head.index + 1 :] if e.phase == "forward" and e.inputs and made.same_size(e.inputs[0])]
         if not any(e.op in LOSSES for e in after):
             continue
         widened = next((e for e in after if widens(e)), None)
-        if widened is not None and not whets(events, head, widened):
+        if widened is not None and not made_by_whet(events, head, widened):
             found.append(dataclasses.replace(made, widened=widened))
         elif made.out.dtype == torch.float32:
             least = LEAST_BYTES if half else LEAST_FLOAT_BYTES
-            if made.bytes >= least and not whets(events, head, after[-1]):
+            if made.bytes >= least and not made_by_whet(events, head, after[-1]):
                 found.append(made)
     return found
 
@@ -78,7 +78,7 @@ def widens(e: Event) -> bool:
     return casts and e.inputs[0].dtype in HALF and e.outputs[0].dtype == torch.float32
 
 
-def whets(events: list[Event], head: Event, until: Event) -> bool:
+def made_by_whet(events: list[Event], head: Event, until: Event) -> bool:
     """Whether whet's stock formula made them: it asks for the wider dtype first, on the line that multiplies."""
     between = events[head.index : until.index]
     return any(e.op == "aten::promote_types" and e.line == head.line for e in between)
@@ -97,8 +97,8 @@ def traffic(run: Run, found: Logits) -> tuple[int, int]:
     for e in run.watched.events:
         if e.view or e.flops or e.phase == "optimizer":
             continue
-        moved += sum(t.bytes for t in (*e.inputs, *e.outputs) if t.shape and found.alike(t))
-        made += sum(t.dtype == torch.float32 for t in e.outputs if t.shape and found.alike(t))
+        moved += sum(t.bytes for t in (*e.inputs, *e.outputs) if t.shape and found.same_size(t))
+        made += sum(t.dtype == torch.float32 for t in e.outputs if t.shape and found.same_size(t))
     return moved, made
 
 
@@ -108,7 +108,7 @@ def find(run: Run):
             continue
         moved, made = traffic(run, found)
         cost = run.floor_ms(max(0, moved - found.bytes))  # once written and once read in half precision is float32's bytes once
-        kept = kept_bytes(run.watched.events, lambda t, f=found: t.dtype == torch.float32 and f.alike(t))  # type: ignore[misc]
+        kept = kept_bytes(run.watched.events, lambda t, f=found: t.dtype == torch.float32 and f.same_size(t))  # type: ignore[misc]
         share = kept / max(1, sum(run.watched.kept.values()))
         if run.gpu and cost < LEAST * run.step_ms and share < LEAST_KEPT:
             continue

@@ -12,8 +12,8 @@ import torch
 from torch import nn
 
 from whet.diagnose.run import Check, Finding, Run
+from whet.diagnose.summary import pattern
 from whet.diagnose.target import Target, target_of
-from whet.diagnose.tell import pattern
 from whet.diagnose.watch import Event, Seen
 from whet.figures import figure, percent
 from whet.measure import compare
@@ -21,9 +21,9 @@ from whet.measure import compare
 ROW_BYTES = 16  # one load of a tensor core's operands, and what cuBLAS asks of a row for its fast kernels
 SMALL = 64  # a dimension below this leaves a product too small to matter
 PAD = 64  # sizes are padded to a multiple of this where padding is timed: whole tiles, not only whole loads
-LEAST_FLOPS = 0.05  # share of the step's flops without which nothing is said where nothing can be timed
+LEAST_FLOPS = 0.05  # share of the step's flops below which nothing is reported where nothing can be timed
 LEAST = 0.01  # share of the step that padding must give back on a GPU
-MOST_TIMED = 6  # products, the largest first: a fifth of a second each
+MAX_TIMED = 6  # products, the largest first: a fifth of a second each
 HALF = (torch.bfloat16, torch.float16)
 PRODUCTS = {"aten::mm": 0, "aten::bmm": 0, "aten::linear": 0, "aten::addmm": 1, "aten::baddbmm": 1}  # where the matrices begin
 
@@ -87,7 +87,8 @@ class GemmGroup:
         return {size: -(-size // PAD) * PAD for size in self.sizes}
 
     @property
-    def told(self) -> str:
+    def subject(self) -> str:
+        """The beginning of the finding's sentence: the tensors by name, and their verb."""
         names = list(dict.fromkeys(map(pattern, self.names)))
         more = f" and {len(names) - 2} more" if len(names) > 2 else ""
         if not names:
@@ -127,7 +128,7 @@ def groups(run: Run) -> list[GemmGroup]:
     return sorted(found.values(), key=lambda g: -g.flops)
 
 
-def twin(t: Seen, pad: dict[int, int]) -> torch.Tensor:
+def random_like(t: Seen, pad: dict[int, int]) -> torch.Tensor:
     """Random values laid out as this tensor was, its sizes replaced by the padded ones."""
     shape = [pad.get(size, size) for size in t.shape]
     across = t.strides[-1] != 1
@@ -136,19 +137,20 @@ def twin(t: Seen, pad: dict[int, int]) -> torch.Tensor:
 
 
 def timed(products: list[Product], pad: dict[int, int], mode: str) -> tuple[float, float]:
-    """ms of these products now and with padded sizes; those alike are timed once."""
+    """ms of these products now and with padded sizes; equal ones are timed once."""
     kinds: dict[tuple, list[Product]] = {}
     for p in products:
         kinds.setdefault((p.a.shape, p.a.strides, p.b.shape, p.b.strides), []).append(p)
     now = padded = 0.0
-    for alike in list(kinds.values())[:MOST_TIMED]:
-        a, b = alike[0].a, alike[0].b
+    for equal in list(kinds.values())[:MAX_TIMED]:
+        a, b = equal[0].a, equal[0].b
         runs: dict[str, Callable] = {
-            name: functools.partial(torch.matmul, twin(a, to), twin(b, to)) for name, to in (("now", {}), ("padded", pad))
+            name: functools.partial(torch.matmul, random_like(a, to), random_like(b, to))
+            for name, to in (("now", {}), ("padded", pad))
         }
         found = compare(runs, mode=mode, seconds=0.1)
-        now += len(alike) * found["now"].ms
-        padded += len(alike) * found["padded"].ms
+        now += len(equal) * found["now"].ms
+        padded += len(equal) * found["padded"].ms
     return now, padded
 
 
@@ -176,7 +178,7 @@ def finding(run: Run, g: GemmGroup, sizes: str, gain: float | None, figures: str
     odd = min(g.padded)
     return Finding(
         "misaligned_gemm",
-        f"{g.told} rows of {odd} {kind}, which is no multiple of {ROW_BYTES} bytes"
+        f"{g.subject} rows of {odd} {kind}, which is no multiple of {ROW_BYTES} bytes"
         + ("" if run.gpu else ": on a GPU its products load slowly"),
         [
             f"{first.event.op} {m} x {k} x {n}, {len(g.products)} such products a step, {percent(share)} of its flops",

@@ -15,7 +15,7 @@ from whet.race import tie
 
 LEAST = 0.01  # of the step
 OPS = 4  # to a parameter: an update over lists of parameters needs fewer, one written as a loop needs them for Adam's moments
-FEW = 8  # parameters: for fewer a loop costs nothing to speak of
+FEW = 8  # parameters: for fewer a loop costs next to nothing
 ROUNDS = 9  # at least, of each: a median of fewer is moved by one interruption
 TRAFFIC = 7  # Adam's: parameter and both moments are read and written, the gradient is read
 
@@ -24,7 +24,7 @@ def parameters(optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
     return [p for group in optimizer.param_groups for p in group["params"]]
 
 
-def theirs(optimizer: torch.optim.Optimizer) -> bool:
+def is_torchs(optimizer: torch.optim.Optimizer) -> bool:
     return type(optimizer).__module__.startswith("torch.optim")
 
 
@@ -47,7 +47,7 @@ def switched(optimizer: torch.optim.Optimizer, way: str) -> dict:
     return {**state, "param_groups": groups}
 
 
-def twin(optimizer: torch.optim.Optimizer, way: str) -> torch.optim.Optimizer | None:
+def copy_with(optimizer: torch.optim.Optimizer, way: str) -> torch.optim.Optimizer | None:
     """Another optimizer of the same parameters, moments and settings, with the switch on; None where torch refuses."""
     try:
         groups = [{**g, **{k: k == way for k in ("fused", "foreach") if k in g}} for g in optimizer.param_groups]
@@ -85,7 +85,7 @@ def find(run: Run):
     optimizer = run.target.optimizer
     if optimizer is None or run.target.step_with is not None:
         return
-    yield from slower_switch(run, optimizer) if theirs(optimizer) else python_loop(run, optimizer)
+    yield from slower_switch(run, optimizer) if is_torchs(optimizer) else python_loop(run, optimizer)
 
 
 def slower_switch(run: Run, optimizer: torch.optim.Optimizer):
@@ -94,7 +94,7 @@ def slower_switch(run: Run, optimizer: torch.optim.Optimizer):
         return
     with restored(run.target):
         run.target.step()  # moments exist from the first step on
-        other = twin(optimizer, way)
+        other = copy_with(optimizer, way)
         if other is None:
             return
         try:

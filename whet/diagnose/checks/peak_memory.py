@@ -1,6 +1,6 @@
 """Who holds the memory at its highest: parameters, gradients, the optimizer, and what each module keeps for the backward.
 
-No fault by itself: told only where the device is nearly full.
+No fault by itself: reported only where the device is nearly full.
 """
 
 import torch
@@ -8,13 +8,13 @@ from torch import nn
 
 from whet.diagnose.modules import tensors_in
 from whet.diagnose.run import Check, Finding, Run
+from whet.diagnose.summary import pattern
 from whet.diagnose.target import Target, target_of
-from whet.diagnose.tell import pattern
 from whet.diagnose.watch import Watched, restored
 from whet.figures import figure, percent
 
 FULL = 0.90  # of the device: beyond it the allocator begins to give memory back and ask again, and a longer batch fails
-MOST = 0.60  # of the device, kept for the backward alone, while
+MAX_KEPT = 0.60  # of the device, kept for the backward alone, while
 TIMES = 2.0  # it is this much larger than parameters and optimizer state: the part that checkpointing gives back
 KEPT = "kept by "
 
@@ -92,7 +92,7 @@ def kept_bytes(held: dict[str, int]) -> int:
 def verdict(held: dict[str, int], peak: int, memory: int) -> str | None:
     """"kept": what is kept for the backward fills the device for no need; "full": the device is full; None: neither."""
     fixed = held.get("parameters", 0) + held.get("optimizer state", 0)
-    if kept_bytes(held) > TIMES * fixed and kept_bytes(held) >= MOST * memory:
+    if kept_bytes(held) > TIMES * fixed and kept_bytes(held) >= MAX_KEPT * memory:
         return "kept"
     return "full" if peak >= FULL * memory else None
 

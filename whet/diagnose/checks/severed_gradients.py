@@ -9,8 +9,8 @@ from torch import nn
 
 from whet.diagnose.flow import FORMULALESS, STATES, Cut, MadeTensor, NotFinite, Trace, trace
 from whet.diagnose.run import Check, Finding, Run
+from whet.diagnose.summary import pattern
 from whet.diagnose.target import Target, target_of
-from whet.diagnose.tell import pattern
 from whet.figures import percent
 
 USUAL = (1.5, 3.0)  # backward over forward time of a whole graph: two products for each of the forward's
@@ -104,14 +104,14 @@ def find(run: Run):
     for name in severed:
         cut = cut_of(t, name)
         if cut is None and pattern(name) in sound and pattern(name) != name:
-            continue  # one of several alike, as an expert to which no token went
+            continue  # one of several of its kind, as an expert to which no token went
         key = (cut.what, cut.does, cut.line) if cut else ()
         groups.setdefault(key, (cut, []))[1].append(name)
     for cut, names in groups.values():
-        yield told(run, t, cut, names)
+        yield finding(run, t, cut, names)
 
 
-def told(run: Run, t: Trace, cut: Cut | None, names: list[str]) -> Finding:
+def finding(run: Run, t: Trace, cut: Cut | None, names: list[str]) -> Finding:
     named = dict(run.target.model.named_parameters())
     share = sum(named[n].numel() for n in names) / max(1, sum(p.numel() for p in named.values()))
     some = ", ".join(names[:NAMED]) + (f" and {len(names) - NAMED} more" if len(names) > NAMED else "")

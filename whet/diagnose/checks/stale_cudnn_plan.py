@@ -1,7 +1,7 @@
 """Gradients of cuDNN's attention that torch reads by the strides of an earlier call.
 
 torch (2.11) keeps cuDNN's plan for a backward by the sizes and strides of q, k and v. The upstream gradient is not in that key:
-in another layout than in the first such call of the process, it is read by the wrong strides, and nothing is said.
+in another layout than in the first such call of the process, it is read by the wrong strides, without an error.
 """
 
 import functools
@@ -64,7 +64,7 @@ def gapped(calls: list[Event]) -> Event | None:
     return next((e for e in calls if e.inputs[0].strides[-1] == 1 and not dense(e.inputs[0])), None)
 
 
-def told(e: Event) -> str:
+def describe(e: Event) -> str:
     return f"{e.module or 'the model'}: gradient {list(e.inputs[0].shape)} with strides {list(e.inputs[0].strides)}, " \
         f"output with strides {list(e.inputs[4].strides)}"
 
@@ -78,14 +78,14 @@ def judged(events: list[Event]):
                 "stale_cudnn_plan", f"the gradients of q, k and v are wrong in {second}: torch reads its upstream gradient by "
                 f"the strides of {first}'s, for which it made cuDNN's plan",
                 [f"{len(calls)} backward calls of q {list(calls[0].inputs[1].shape)} share a plan, in {len(differing)} layouts",
-                 *map(told, differing[:4])],
+                 *map(describe, differing[:4])],
                 fix=FIX, wrong=True, module=differing[1].module, apply=without_cudnn,
             )
         elif e := gapped(calls):
             yield Finding(
                 "stale_cudnn_plan", f"the upstream gradient of attention in {e.module or 'the model'} is a slice or expanded: "
                 "q's, k's and v's are right only while no other call of these sizes in the process has another layout",
-                [told(e), f"torch {torch.__version__} keeps cuDNN's plan without the gradient's strides"],
+                [describe(e), f"torch {torch.__version__} keeps cuDNN's plan without the gradient's strides"],
                 fix=FIX, module=e.module, apply=without_cudnn,
             )
 
@@ -124,7 +124,7 @@ class StalePlanExample(nn.Module):
             return F.scaled_dot_product_attention(q, k, v)
 
 
-class Two(nn.Module):
+class TwoAttentions(nn.Module):
     """Two attentions of one size; `sliced` lets the second's output into a concatenation, so its gradient is a slice."""
 
     def __init__(self, sliced: bool):
@@ -139,7 +139,7 @@ class Two(nn.Module):
 
 def example(sliced: bool) -> Target:
     x = torch.randn(2, 136, 128, dtype=torch.bfloat16, device="cuda")
-    return target_of("example", (Two(sliced).to("cuda", torch.bfloat16), x))
+    return target_of("example", (TwoAttentions(sliced).to("cuda", torch.bfloat16), x))
 
 
 CHECK = Check(

@@ -15,10 +15,10 @@ def find(run: Run):
         return
     for name, seen in script.clearing.items():
         if seen.rounds >= LEAST and seen.kept == seen.rounds:
-            yield told(name, seen)
+            yield finding(name, seen)
 
 
-def told(name: str, seen: Clearing) -> Finding:
+def finding(name: str, seen: Clearing) -> Finding:
     at = f" at {seen.line}" if seen.line else ""
     rounds = "the one step" if seen.rounds == 1 else f"all {seen.rounds} steps"
     return Finding(

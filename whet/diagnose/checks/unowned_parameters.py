@@ -4,8 +4,8 @@ import torch
 from torch import nn
 
 from whet.diagnose.run import Check, Finding, Run
+from whet.diagnose.summary import pattern
 from whet.diagnose.target import Target, target_of
-from whet.diagnose.tell import pattern
 from whet.figures import percent
 
 NAMED = 4  # parameters named in the cause, of however many

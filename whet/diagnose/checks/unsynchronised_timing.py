@@ -1,4 +1,4 @@
-"""Clocks read while the GPU is still at work: the times that a script tells are then those of launching, not of the work."""
+"""Clocks read while the GPU is still at work: the times that a script reports are then those of launching, not of the work."""
 
 import ast
 import collections
@@ -19,8 +19,8 @@ WAITS = frozenset((
 MISSED = 0.05  # of a step: what a time that waited somewhere may leave out, as one that reads the loss before the backward
 
 
-def told_times(path: Path) -> tuple[list[Claim], bool]:
-    """Every difference of two readings in a script and the files beside it that it imports; whether any speaks of a GPU."""
+def reported_times(path: Path) -> tuple[list[Claim], bool]:
+    """Every difference of two readings in a script and the files beside it that it imports; whether any mentions a GPU."""
     source = read(path, WAITS)
     found = claims(source)
     for other in imported(source):
@@ -46,7 +46,7 @@ def find(run: Run):
     if script is None or not script.readings:
         return
     try:
-        found, for_gpu = told_times(script.path)
+        found, for_gpu = reported_times(script.path)
     except (OSError, SyntaxError, ValueError):  # a script that is no longer there to be read
         return
     groups: dict[tuple[str, str], list[Claim]] = collections.defaultdict(list)
@@ -55,10 +55,10 @@ def find(run: Run):
         if reading is not None and is_false(run, claim, reading, for_gpu):
             groups[claim.file, claim.function].append(claim)
     for (file, function), group in groups.items():
-        yield told(run, file, function, group)
+        yield finding(run, file, function, group)
 
 
-def told(run: Run, file: str, function: str, group: list[Claim]) -> Finding:
+def finding(run: Run, file: str, function: str, group: list[Claim]) -> Finding:
     readings = {c.reading: run.target.script.readings[c.reading] for c in group}
     spans = ", ".join(dict.fromkeys(f"{file}:{c.start} to {c.end}" if c.start != c.end else f"{file}:{c.end}" for c in group))
     where = file if function == "<module>" else f"{function} in {file}"

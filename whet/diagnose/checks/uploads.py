@@ -8,8 +8,8 @@ import torch.nn.functional as F
 from torch import nn
 
 from whet.diagnose.run import Check, Finding, Run
+from whet.diagnose.summary import pattern
 from whet.diagnose.target import Target, target_of
-from whet.diagnose.tell import pattern
 from whet.diagnose.watch import Event, Seen
 from whet.figures import figure
 
@@ -68,7 +68,7 @@ def copy_ms(run: Run, up: Upload) -> float:
     return sum(k.us for k in copies) / 1e3
 
 
-def told(up: Upload, cost: float | None, share: str = "") -> Finding:
+def finding(up: Upload, cost: float | None, share: str = "") -> Finding:
     shown, times = f"{str(up.tensor.dtype).removeprefix('torch.')}{list(up.tensor.shape)}", len(up.events)
     what = f"a mask, {shown}," if up.tensor.dtype == torch.bool else shown
     where, at = up.module or "the model itself", f" at {up.line}" if up.line else ""
@@ -89,7 +89,7 @@ def find(run: Run):
     for up in uploads(run.watched.events, run.target.device):
         cost = copy_ms(run, up)
         if len(up.events) >= TIMES or cost >= LARGE * run.step_ms:
-            yield told(up, cost, run.share(cost))
+            yield finding(up, cost, run.share(cost))
 
 
 class Causal(nn.Module):

@@ -11,7 +11,7 @@ MAX_D = 128  # cuDNN's widest head in training
 
 
 def refuses(q, k, v, causal=None, window=None, scale=None, return_lse=False, precision=None):
-    """Beyond what the forward refuses: what cuDNN's backward does not do, or is told only through a mask."""
+    """Beyond what the forward refuses: what cuDNN's backward does not do, or does only with a mask."""
     (Lq, D), Lk = q.shape[2:], k.shape[2]
     if dtype_of(q) not in (torch.float16, torch.bfloat16):
         return f"q, k and v must be float16 or bfloat16, got {dtype_of(q)}"

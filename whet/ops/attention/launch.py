@@ -6,7 +6,7 @@ import re
 import torch
 
 from whet import machine
-from whet.op import Impl, error
+from whet.op import Impl
 from whet.ops._rows import KERNEL_DTYPES
 from whet.ops.attention import fp8, hybrid
 from whet.ops.attention.backward import backward
@@ -218,10 +218,8 @@ def fp8_refuses(q, k, v, causal=None, window=None, scale=None, return_lse=False,
     return kernel_refuses(q, k, v, causal, window, scale, return_lse, precision)
 
 
-def runner(op: Fused, impl: str, refused):
+def runner(op: Fused):
     def run(q, k, v, causal=None, window=None, scale=None, return_lse=False, precision=None, tile=""):
-        if reason := refused(q, k, v, causal, window, scale, return_lse, precision):
-            raise error("attention", impl, reason)
         q, k, v = (t.to(dtype_of(q)) for t in (q, k, v))
         offset, left, right = span(causal, window, q.shape[2], k.shape[2])
         left, right = (-1 if limit is None else limit for limit in (left, right))
@@ -237,25 +235,26 @@ LIMITS = (
 )
 IMPLS = {
     "triton": Impl(
-        runner(TWO_PASS, "triton", refuses), refuses, needs="triton", tiles=tiles, limits=("precision='fp8'", *LIMITS),
+        runner(TWO_PASS), refuses, needs="triton", tiles=tiles, limits=("precision='fp8'", *LIMITS),
         spills="float32, whose products take three times the operands; head size 256; and a few bytes where a tile is held to "
         "168 registers, or the Gluon backward has a window",
     ),
     "triton_fused_bwd": Impl(
-        runner(ONE_PASS, "triton_fused_bwd", fused_refuses), fused_refuses, needs="triton",
+        runner(ONE_PASS), fused_refuses, needs="triton", words="whet's own kernel, its backward in one pass",
         limits=("precision='fp8'", *LIMITS, "more than 4 GiB of partial sums of dq"),
         spills="five products share one program's registers: at head sizes over 64, and in float32",
     ),
     "triton_cudnn_bwd": Impl(
-        runner(CUDNNS, "triton_cudnn_bwd", hybrid_refuses), hybrid_refuses, needs="cudnn", capability=(8, 0),
+        runner(CUDNNS), hybrid_refuses, needs="cudnn", capability=(8, 0),
+        words="whet's own kernel forward, cuDNN's backward",
         limits=(
             "precision='fp8'", "dtypes other than fp16, bf16", f"head sizes over {hybrid.MAX_D} or no multiple of 8",
             "empty inputs", "a single query", "a window, or bottom-right where the lengths differ", *LIMITS[1:],
         ),
     ),
     "triton_fp8": Impl(
-        runner(IN_FP8, "triton_fp8", fp8_refuses), fp8_refuses, needs="triton", capability=(8, 9),
-        implies=dict(precision="fp8"), tiles=fp8_tiles,
+        runner(IN_FP8), fp8_refuses, needs="triton", capability=(8, 9),
+        implies=dict(precision="fp8"), tiles=fp8_tiles, words="whet's own kernel in FP8",
         limits=("any precision but 'fp8'", "dtypes other than bf16", *LIMITS[1:]),
     ),
 }

@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from whet.op import Impl, compiled
+from whet.op import Impl, Rank, compiled
 from whet.ops.attention.meaning import NO_FP8, any_blind, reference, scale_of, seen, span
 
 SCORES_LIMIT, MASK_LIMIT = 16 << 30, 4 << 30  # bytes
@@ -60,7 +60,7 @@ def run_torch(q, k, v, causal=None, window=None, scale=None, return_lse=False, p
     )
 
 
-def sdpa(backend: SDPBackend, able: str, *limits: str, known_inaccurate: str = "", caveat: str = "") -> Impl:
+def sdpa(backend: SDPBackend, name: str, able: str, *limits: str, known_inaccurate: str = "", caveat: str = "") -> Impl:
     """SDPA held to one backend.
 
     able  the function of torch.backends.cuda that says whether the backend takes a call; what it warns of is the reason
@@ -80,7 +80,8 @@ def sdpa(backend: SDPBackend, able: str, *limits: str, known_inaccurate: str = "
         with sdpa_kernel(backend):  # so that a backend switched off elsewhere is asked as it will run
             return torchs_reason(able, q, k, v, causal, window)
 
-    return Impl(run, refuses, limits=(*SDPA_LIMITS, *limits), known_inaccurate=known_inaccurate, caveat=caveat)
+    words = f"SDPA held to its {name} backend"
+    return Impl(run, refuses, limits=(*SDPA_LIMITS, *limits), known_inaccurate=known_inaccurate, caveat=caveat, words=words)
 
 
 def torchs_reason(able: str, q, k, v, causal, window):
@@ -191,18 +192,19 @@ STOCK = {
     "compile": Impl(compiled(reference), formula_refuses, limits=SCORES_LIMITS),
     "torch": Impl(run_torch, sdpa_refuses, limits=SDPA_LIMITS, known_inaccurate=TF32, caveat=PLANS),
     "sdpa_flash": sdpa(
-        SDPBackend.FLASH_ATTENTION, "can_use_flash_attention", ON_GPU, "what torch says FlashAttention cannot do: masks, fp32"
+        SDPBackend.FLASH_ATTENTION, "FlashAttention", "can_use_flash_attention", ON_GPU,
+        "what torch says FlashAttention cannot do: masks, fp32",
     ),
     "sdpa_efficient": sdpa(
-        SDPBackend.EFFICIENT_ATTENTION, "can_use_efficient_attention", ON_GPU,
+        SDPBackend.EFFICIENT_ATTENTION, "memory-efficient", "can_use_efficient_attention", ON_GPU,
         "what torch says its memory-efficient kernel cannot do: grouped heads, unaligned head sizes", known_inaccurate=TF32,
     ),
     "sdpa_cudnn": sdpa(
-        SDPBackend.CUDNN_ATTENTION, "can_use_cudnn_attention", ON_GPU, "what torch says cuDNN cannot do: fp32, wide heads",
-        caveat=PLANS,
+        SDPBackend.CUDNN_ATTENTION, "cuDNN", "can_use_cudnn_attention", ON_GPU,
+        "what torch says cuDNN cannot do: fp32, wide heads", caveat=PLANS,
     ),
     "flex": Impl(
-        run_flex, flex_refuses,
+        run_flex, flex_refuses, rank=Rank.COMPILED, words="compiled FlexAttention",
         limits=(FP8_LIMIT, ON_GPU, "float64", "head sizes under 16", "empty inputs", "under 128 queries", BIG_MASK),
     ),
 }

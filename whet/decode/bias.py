@@ -1,9 +1,9 @@
-"""Does a decoder's error lean towards a fault? Rounding has no direction; a wrong scale has one.
+"""Is a decoder's error biased towards a fault? Rounding has no direction; a wrong scale has one.
 
 The model's formulas are run again with one part scaled a little: the output of one head, the values of another, gate, up, a
 norm. The difference is the direction in which that fault would move the logits. The error is regressed on it: the slope is the
 fault's size. Rounding leaves a slope within its standard error of zero; a head that is 1% off leaves 0.01, which no comparison
-of single bfloat16 logits could see. A lean must be significant, and beyond eager's own by a share of a rounding step.
+of single bfloat16 logits could see. A bias counts if it is significant, and beyond eager's own by a share of a rounding step.
 """
 
 from collections.abc import Callable, Iterator
@@ -16,19 +16,19 @@ SIGNIFICANT = 10.0  # standard errors. A right kernel on plain weights comes to 
 SHARE = 1 / 8  # of a rounding step
 
 
-def leaning(
+def biased_part(
     wide: Any, found: dict, eager: dict, wanted: dict, again: Callable[[Any], dict], step: float
 ) -> str | None:
-    """None, or the part towards whose fault the error leans.
+    """None, or the part towards whose fault the error is biased.
 
     wide    the model of the oracle; its parts are scaled in place, and put back
     again   the formulas' results of a model on the same tokens, as eager and wanted are
     """
     for name in ("keys", "values"):  # (layers, rows, KV, steps, D): one slope for each head of each layer
         a, e = (regressed(t[name] - wanted[name], wanted[name], (1, 3, 4)) for t in (found, eager))
-        if (lean := suspicious(a, e, step)) is not None:
-            layer, head = divmod(int(lean[0]), wanted[name].shape[2])
-            return f"{name} of layer {layer}, head {head}, lean by {lean[1]:.1e} of their size"
+        if (bias := suspicious(a, e, step)) is not None:
+            layer, head = divmod(int(bias[0]), wanted[name].shape[2])
+            return f"{name} of layer {layer}, head {head}, are biased by {bias[1]:.1e} of their size"
     if "logits" not in found:
         return None
     few = torch.arange(min(wide.c.vocab, wide.c.hidden), device=wanted["logits"].device)  # more would not be independent
@@ -40,8 +40,8 @@ def leaning(
         direction = (again(wide)["logits"] - wanted["logits"])[..., columns] / DELTA
         part.copy_(kept)
         a, e = (regressed(error, direction, None) for error in errors)
-        if (lean := suspicious(a, e, step)) is not None:
-            return f"logits lean as if {label} were off by {lean[1]:.1e} of its size"
+        if (bias := suspicious(a, e, step)) is not None:
+            return f"logits are biased as if {label} were off by {bias[1]:.1e} of its size"
     return None
 
 

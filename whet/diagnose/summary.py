@@ -1,4 +1,4 @@
-"""What a profile says, as plain data: each module's time, roofline and bound, and the sentence that names the slowest part."""
+"""A summary of a profile as plain data: each module's time, roofline and bound, and a sentence that names the slowest part."""
 
 import collections
 import math
@@ -17,7 +17,7 @@ PARTS = {"forward_ms": "forward", "backward_ms": "backward", "optimizer_ms": "op
 
 
 def pattern(path: str) -> str:
-    """'blocks.3.attn' -> 'blocks.*.attn': layers of one kind are told as one."""
+    """'blocks.3.attn' -> 'blocks.*.attn': layers of one kind are listed as one."""
     return re.sub(r"(?<=\.)\d+(?=\.|$)|^\d+(?=\.|$)", "*", path)
 
 
@@ -27,8 +27,8 @@ def folded(model: nn.Module) -> dict[str, str]:
     for path, _ in model.named_modules():
         above, _, name = path.rpartition(".")
         siblings = {type(m) for m in model.get_submodule(above).children()} if path else set()
-        alike = name.isdecimal() and len(siblings) == 1
-        found[path] = ".".join(filter(None, (found.get(above, above), "*" if alike else name)))
+        same_class = name.isdecimal() and len(siblings) == 1
+        found[path] = ".".join(filter(None, (found.get(above, above), "*" if same_class else name)))
     return found
 
 
@@ -118,11 +118,11 @@ def timed_in(run: Run, e: Event) -> str:
 def notes(run: Run) -> list[str]:
     """What could not be done as asked, and how what is compiled was looked at."""
     compiled = sum(e.compiled and not e.view for e in run.watched.events)
-    said = (
+    compiled_note = (
         f"{compiled} ops of the step are in torch.compile regions: it is timed and profiled compiled, and watched op by op "
         "with the compiler off; copies, alignment and fusing inside these regions are the compiler's and are not judged"
     )
-    return [*run.target.notes, *([said] if compiled else [])]
+    return [*run.target.notes, *([compiled_note] if compiled else [])]
 
 
 def overview(run: Run) -> dict:
@@ -161,20 +161,20 @@ def slowest_part(run: Run) -> str:
     step = f"{p.step.ms:.{0 if p.step.ms >= 100 else 1 if p.step.ms >= 10 else 2}f} ms step"
     share = worst.ms / p.step.ms
     part = max(PARTS, key=lambda k: getattr(worst, k))
-    told = f"{where(worst.path, worst.count)}, {percent(share)} of the {step}, most of it in the {PARTS[part]}"
+    worst_part = f"{where(worst.path, worst.count)}, {percent(share)} of the {step}, most of it in the {PARTS[part]}"
     if run.gpu and p.idle_share > IDLE and not getattr(run.target.script, "replays", 0):
         median = sorted(k.us for k in p.kernels)[p.launches // 2] if p.kernels else 0.0
         why = "waits for the GPU" if p.syncs > 2 else "launches them one by one"
         return (
             f"The slowest part is the host: the GPU is idle for {percent(p.idle_share)} of the {step} while the host {why} "
-            f"({p.launches} kernels, {median:.1f} us each at the median); of the GPU's own work the most is in {told}."
+            f"({p.launches} kernels, {median:.1f} us each at the median); of the GPU's own work the most is in {worst_part}."
         )
     if not run.gpu and p.idle_share > BETWEEN:
         between = f"between ops, in Python or waiting for a core, where {percent(p.idle_share)} of the {step} passes"
-        return f"The slowest part is what lies {between}; of the ops the most is in {told}."
+        return f"The slowest part is what lies {between}; of the ops the most is in {worst_part}."
     bound = worst.bound(p.idle_share, run.gpu)
     of = "" if worst.of_roofline is None or not run.gpu else f", at {percent(worst.of_roofline)} of its roofline"
-    return f"The slowest part is {told}: it is bound by {bound}{of}."
+    return f"The slowest part is {worst_part}: it is bound by {bound}{of}."
 
 
 def per_layer(run: Run) -> list[dict]:

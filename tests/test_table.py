@@ -9,10 +9,11 @@ import pytest
 from rich.console import Console
 from test_race_tables import candidate, entry, plans
 
+from whet.figures import ms
 from whet.op import discover
 from whet.race import FASTEST, NOISY, TIED
 from whet.report import tables
-from whet.report.fit import Table
+from whet.report.table import Column, Table
 
 
 def printed(table, width: int) -> str:
@@ -31,14 +32,43 @@ def test_a_table_fits_its_width_with_every_name_and_time_whole(made, width):
 
 
 def test_columns_go_by_their_order_and_are_named_when_they_are_left_out():
-    table = Table("name", "a", "b", "c", keep=("name",), order=("c", "a", "b"))
-    table.add_row("first", "1" * 8, "2" * 8, "3" * 8)
-    assert "left out" not in printed(table, 60)
+    table = Table("", [Column("name"), Column("a", rank=2), Column("b", rank=3), Column("c", rank=1), Column("d", rank=None)])
+    table.add("first", "1" * 8, "2" * 8, "3" * 8, "4" * 8)
+    assert "left out" not in printed(table, 60) and "4" * 8 not in printed(table, 60), "a column that is not for a terminal"
     narrow = printed(table, 33)
     assert "3" * 8 in narrow and "1" * 8 in narrow and "2" * 8 not in narrow
     assert "left out of 33 columns, and in --json: b" in " ".join(narrow.split())
     facts = [line.rstrip() for line in printed(table, 6).splitlines()]
     assert facts[:3] == ["first", "  a:", "  1111"], "one fact a line, where not even the first column fits"
+
+
+def sample() -> Table:
+    table = Table("times", [Column("op", code=True), Column("ms", ms), Column("ratio", "{:.2f}x"), Column("note")], merge=1)
+    table.add("a|b<c>", 12.3456, 1.5, "", marked=True)
+    table.add("a|b<c>", 0.5, None, "")
+    return table
+
+
+def test_one_description_gives_markdown_html_and_a_terminal_table():
+    rows = sample().to_markdown().splitlines()
+    assert rows[:2] == ["| op | ms | ratio | note |", "| --- | ---: | ---: | --- |"]
+    assert rows[2:] == ["| **a\\|b<c>** | **12.346** | **1.50x** |  |", "| a\\|b<c> | 0.5000 | - |  |"]
+    html = sample().to_html()
+    assert html.count("a|b&lt;c&gt;") == 2 and html.count('class="marked"') == 1 and "note" not in html
+    assert ">12.346<" in html and ">0.500<" in html, "times of one column share their decimals"
+    text = printed(sample(), 80)
+    assert text.count("a|b<c>") == 1 and "12.346" in text and "1.50x" in text and "note" not in text
+
+
+def test_a_long_name_is_cut_on_a_terminal_and_whole_in_html():
+    table = Table("kernels", [Column("kernel", code=True, cut=8), Column("ms", ms)])
+    table.add("0123456789", 1.0)
+    assert "01234567…" in printed(table, 80) and "<details><summary>01234567…</summary>0123456789</details>" in table.to_html()
+
+
+def test_a_row_has_a_value_for_every_column():
+    with pytest.raises(AssertionError, match="1 values for 4 columns"):
+        sample().add("alone")
 
 
 def test_a_column_that_says_nothing_is_left_out_and_not_mentioned():

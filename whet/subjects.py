@@ -1,0 +1,267 @@
+"""What plans are tried on: a model in whet/models, or the model and batch that a user's function returned."""
+
+import copy
+import functools
+import types
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, replace
+
+import torch
+from torch import nn
+
+from whet.choices import Choices
+from whet.diagnose.target import CannotRun, Target, raised_at, resolve
+from whet.machine import this_machine
+from whet.models import Model, Recipe, find
+from whet.op import Call
+from whet.torch_ops import own_code
+from whet.workload import ROUNDING, Workload, asks, tensors_in
+
+BEFORE = "before: plain eager"
+Evidence = dict[str, torch.Tensor]
+
+
+@dataclass(frozen=True)
+class Plan:
+    name: str
+    variant: str  # which of the model's forms
+    choices: str  # "eager" (plain formulas), "stock", "tuned", or "own" (whatever the model has)
+    compiled: bool = False
+    graph: bool = False
+
+    @property
+    def mode(self) -> str:
+        """Which choices it uses: host overhead counts only where the host launches each op."""
+        return "compile" if self.compiled else "graph" if self.graph else "eager"
+
+
+def compiled(plans: list[Plan]) -> list[Plan]:
+    """The same plans under torch.compile."""
+    return [replace(p, name=p.name.replace("eager", "torch.compile"), compiled=True) for p in plans]
+
+
+class BuiltIn:
+    """A model in whet/models, with its variants and the recipe that it is trained by.
+
+    name, config, samples   what it is called, what describes it, how many samples one step takes
+    kind, notes             "train" or "forward" (see Workload), and what could not be done as asked
+    stored                  whether the name and the config say all of it, so that the lock's result may be used again
+    """
+
+    kind, stored = "train", True
+
+    def __init__(self, model: Model, config, recipe: Recipe, name: str = "", device: str = ""):
+        self.model, self.sizes, self.recipe, self.name = model, config, recipe, name or model.name
+        self.device = device or this_machine().device
+        self.config, self.samples, self.notes = f"{config} {recipe}", recipe.batch, list[str]()
+
+    @functools.cached_property
+    def plain(self) -> Evidence:
+        built = self.model.build(self.sizes, self.model.plain, Choices(default="eager"), seed=self.recipe.seed)
+        return {n: p.detach().to(self.device) for n, p in built.named_parameters()}
+
+    def before(self) -> Plan:
+        """As it runs without whet."""
+        return Plan(BEFORE, self.model.plain, "eager")
+
+    def plans(self) -> list[Plan]:
+        """Simplest first: a tie keeps the earlier. Each is also tried under a CUDA graph where there is a GPU."""
+        plain = [Plan("eager", self.model.stock, "stock"), Plan("eager + choices", self.model.tuned, "tuned")]
+        return plain + compiled(plain)
+
+    def calls(self, precision: str) -> list[tuple[Call, int]]:
+        """The ops that one forward asks for, and how often."""
+        module = self.model.build(self.sizes, self.model.tuned, Choices()).to(self.device)
+        work = Workload(module, (), self.model.batch(self.sizes, self.recipe, self.device), precision=precision)
+        refuse_broken_weights(self.name.partition(":")[0], module)
+        return work.calls()
+
+    def rounding(self, precision: str) -> float | None:
+        """The relative rounding step of the arithmetic inside, where it is coarser than the dtype of the results."""
+        return ROUNDING[precision]
+
+    def truth(self) -> Evidence:
+        """The evidence of one step in float64."""
+        return oracle(self.model, self.sizes, self.recipe, self.plain, self.device)
+
+    def workload(self, plan: Plan, choices: Choices | None, precision: str) -> Workload:
+        """A model of its own that runs by the plan. choices: None leaves the model's own."""
+        module = self.model.build(self.sizes, plan.variant, choices).to(self.device)
+        before = plan.name == BEFORE
+        how: dict = dict(fused=None if before else True, capturable=not before and self.device == "cuda")
+        return Workload(
+            module, (), self.model.batch(self.sizes, self.recipe, self.device), precision=precision,
+            optimizer=torch.optim.AdamW(module.parameters(), lr=self.recipe.lr, **how),
+            run=torch.compile(own_code(module.forward), dynamic=False) if plan.compiled else None,
+        )
+
+    def weights(self, plan: Plan) -> Mapping[str, torch.Tensor]:
+        """The parameters, and the buffers that a step changes, by the plan's names."""
+        return self.model.adapt(self.sizes, plan.variant, self.plain)
+
+    def canonical(self, gradients: Mapping) -> dict:
+        """Gradients by the names that they have in the truth."""
+        return self.model.canonical(self.sizes, gradients)
+
+
+def oracle(model: Model, config, recipe: Recipe, weights: dict, device: str) -> Evidence:
+    """Loss and gradients of the plain variant in float64."""
+    module = model.build(config, model.plain, Choices(default="eager")).to(device)
+    with torch.no_grad():
+        for name, p in module.named_parameters():
+            p.copy_(weights[name])
+    return Workload(module.double(), (), model.batch(config, recipe, device)).evidence()
+
+
+def refuse_broken_weights(name: str, module: nn.Module) -> None:
+    if bad := [n for n, p in module.named_parameters() if not torch.isfinite(p).all()]:
+        raise ValueError(f"{name}: parameter {bad[0]} has NaN or infinite values ({len(bad)} such); fix them first")
+
+
+@dataclass
+class Given:
+    """A model that nobody wrote for whet, with its batch and maybe its optimizer. It is asked what a BuiltIn is asked.
+
+    What was given is copied, never run on.
+
+    It runs as it is, under torch.compile and as a CUDA graph; plans with choices are there only where it asks a Choices.
+    """
+
+    target: Target
+    stored: bool = field(default=False, init=False)
+
+    def __post_init__(self):
+        t = self.target
+        if t.step_with is not None:
+            raise CannotRun(f"{t.name}: a step of your own cannot run on copies of the model; return model and batch")
+        if isinstance(t.model, torch._dynamo.OptimizedModule):
+            t.model = t.model._orig_mod
+            t.notes.append("the model came compiled; it is taken as it was before, and compiled anew by its plans")
+        self.name, self.device, self.kind, self.notes = t.name, t.device, t.kind, t.notes
+        self.asks = bool(asks(t.model))
+        refuse_broken_weights(self.name, t.model)
+        self._without_chance()
+        batched = [x for x in tensors_in((t.args, t.kwargs)) if x.dim()]
+        self.samples = len(batched[0]) if batched else 1
+        count = sum(p.numel() for p in t.model.parameters())
+        shapes = ", ".join(str(tuple(x.shape)) for x in batched)
+        self.config = f"{type(t.model).__name__}, {count:,} parameters, batch of {shapes or 'no tensors'}"
+
+    def _without_chance(self) -> None:
+        """Dropout is switched off: two plans draw different numbers, so their values could not be compared."""
+        if not self._draws():
+            return
+        for module in self.target.model.modules():
+            if isinstance(module, nn.modules.dropout._DropoutNd):
+                module.eval()
+        self.notes.append("dropout is off, so that plans can be compared")
+        if self._draws():
+            raise CannotRun(
+                f"{self.name}: a step draws random numbers, so no plan can be verified; "
+                "set its dropout to 0, or return model.eval()"
+            )
+
+    def _draws(self) -> bool:
+        """Whether a step moves the state of a random generator, found on a copy."""
+        work, gpu = self._copy(), self.device == "cuda"
+        with torch.random.fork_rng(range(torch.cuda.device_count()) if gpu else ()):
+            before = [torch.get_rng_state(), *(torch.cuda.get_rng_state_all() if gpu else ())]
+            self._tried(work.evidence, "the step")
+            after = [torch.get_rng_state(), *(torch.cuda.get_rng_state_all() if gpu else ())]
+        if self.kind == "train" and not work.gradients():
+            raise CannotRun(f"{self.name}: no gradient reaches a parameter of a copy of the model, so nothing can be verified")
+        return not all(map(torch.equal, before, after))
+
+    def _tried(self, run: Callable[[], Evidence], what: str) -> Evidence:
+        try:
+            return run()
+        except torch.OutOfMemoryError as e:
+            raise CannotRun(f"{self.name}: out of memory in {what}: {str(e).splitlines()[0]}") from e
+        except (Exception, SystemExit) as e:
+            raise CannotRun(f"{self.name}: {what} raised {raised_at(e)}") from e
+
+    def _copy(self) -> Workload:
+        """Model, batch and optimizer anew, still belonging to each other; the optimizer without what it remembers of steps."""
+        t = self.target
+        try:
+            model, args, kwargs, optimizer = copy.deepcopy((t.model, t.args, t.kwargs, t.optimizer))
+        except Exception as e:
+            raise CannotRun(f"{self.name}: the model cannot be copied: {raised_at(e)}") from e
+        if optimizer is not None:
+            optimizer.state.clear()
+        return Workload(model, args, kwargs, t.kind, optimizer, loss_with=t.loss_with, around=t.around)
+
+    def before(self) -> Plan:
+        return Plan(BEFORE, "", "own")
+
+    def plans(self) -> list[Plan]:
+        tuned = [Plan("eager + choices", "", "tuned")] if self.asks else []
+        graph = [Plan("CUDA graph", "", "own", graph=True)] if self.device == "cuda" else []
+        return [*graph, *tuned, *compiled([Plan("eager", "", "own"), *tuned])]
+
+    def calls(self, precision: str) -> list[tuple[Call, int]]:
+        return replace(self._copy(), precision=asked(precision)).calls() if self.asks else []
+
+    def rounding(self, precision: str) -> float | None:
+        """Of the coarsest of what was asked for, what the process is set to, and what any module returns."""
+        if precision != "float32":
+            return ROUNDING[precision]
+        found = {p.dtype for p in self.target.model.parameters()}
+        work = self._copy()
+        for module in work.model.modules():
+            module.register_forward_hook(lambda m, args, out: found.update(t.dtype for t in tensors_in(out)))
+        with torch.no_grad():
+            work.forward()
+        steps = [torch.finfo(d).eps for d in found if d.is_floating_point and d.itemsize < 4]
+        steps += [2.0**-10] if torch.get_float32_matmul_precision() != "highest" else []
+        return max(steps, default=None)
+
+    def truth(self) -> Evidence:
+        work = self._copy()
+        work.model.double()
+        work.args, work.kwargs = torch.utils._pytree.tree_map_only(
+            torch.Tensor, lambda t: t.double() if t.is_floating_point() else t, (work.args, work.kwargs)
+        )
+        for module in asks(work.model):
+            module.ops = Choices(default="eager")
+        work.optimizer = None
+        return self._tried(work.evidence, "the step in float64, which every plan is compared to,")
+
+    def workload(self, plan: Plan, choices: Choices | None, precision: str) -> Workload:
+        work = self._copy()
+        for module in asks(work.model) if choices is not None else ():
+            module.ops = choices
+        for group in work.optimizer.param_groups if work.optimizer and self.device == "cuda" and plan.name != BEFORE else ():
+            if "capturable" in group:
+                group["capturable"] = True
+        work.precision = asked(precision)
+        if plan.compiled:
+            m = work.model
+            alone = isinstance(m.forward, types.MethodType) and not m._forward_hooks and not m._forward_pre_hooks
+            work.run = torch.compile(own_code(m.forward) if alone else m, dynamic=False)
+        return work
+
+    def weights(self, plan: Plan) -> Mapping[str, torch.Tensor]:
+        return {n: t.detach() for n, t in (*self.target.model.named_parameters(), *self.target.model.named_buffers())}
+
+    def canonical(self, gradients: Mapping) -> dict:
+        return dict(gradients)
+
+
+Subject = BuiltIn | Given
+
+
+def subject_of(target: str) -> Subject:
+    """'tiny-llama:small', or 'file.py:function' as `whet doctor` understands it."""
+    path, _, function = target.partition(":")
+    if path.endswith(".py"):
+        if not function:
+            raise CannotRun(f"{target}: optimize runs no script; name a function that returns model and batch: {path}:function")
+        return Given(resolve(target))
+    model, size = find(target)
+    return BuiltIn(model, model.sizes[size], model.recipes[size], f"{model.name}:{size}")
+
+
+def asked(precision: str) -> str | None:
+    """What a user's workload is set to: float32 is whatever its file has set."""
+    return None if precision == "float32" else precision
