@@ -31,7 +31,7 @@ def python(*command: str, interpret: str = "0") -> subprocess.Popen:
 
 
 LONGEST = (  # files, by the processor time they take where that was measured; the last seven are in no order
-    "persistent", "ops", "registered", "mutants", "cli", "doctor", "tune", "attention", "optimize", "exercises", "inference",
+    "ops", "persistent", "registered", "mutants", "cli", "doctor", "tune", "attention", "optimize", "exercises", "inference",
     "bad_candidates", "attention_fp8", "decode_kernels", "diagnose", "engine", "prove",
 )
 

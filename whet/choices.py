@@ -79,7 +79,7 @@ def chosen(op: Op, choices: Choices | None) -> Callable:
     """One op through one Choices, or through those that are current, as a function written out for the op's own arguments.
 
     The first call of a shape looks the impl up and checks the arguments; later ones cost one dictionary look-up. The
-    key is spelled out per argument rather than looped over: a record of `whet bench` has what a call of rms_norm costs so,
+    key is spelled out per argument rather than looped over: records/dispatch-rms-norm-16384x1024.json has what a call costs so,
     `dispatch_us`, and looped over, `dispatch_plain_us`; an op of more arguments saves more.
     """
     parameters = op.signature.parameters
