@@ -1,4 +1,4 @@
-"""whet.optimize: a live model's parts replaced where that is proved right and measured faster, in place, and put back at will."""
+"""whet.optimize: parts of a live model replaced where that is proved right and measured faster, in place, and put back."""
 
 import contextlib
 from collections.abc import Callable, Iterator
@@ -25,7 +25,7 @@ Progress = Callable[[str, int, int], None]
 
 
 @dataclass
-class Group:
+class SiteGroup:
     """Like sites: one kind, one formula, one size. They are timed by their first, and replaced or left together."""
 
     kind: str
@@ -48,7 +48,7 @@ class Optimized:
 
     model: nn.Module
     replaced: Replaced
-    groups: list[Group] = field(default_factory=list)
+    groups: list[SiteGroup] = field(default_factory=list)
     choices: Choices = field(default_factory=Choices)
     mode: str = "train"
     before_ms: float | None = None
@@ -60,7 +60,7 @@ class Optimized:
         return f"Optimized({sum(len(g.sites) for g in self.groups if g.replaced)} modules replaced)"
 
     def __str__(self) -> str:
-        lines = [("kind", "what", "modules", "error / budget", "before", "after", "")]
+        lines: list[tuple[str, ...]] = [("kind", "what", "modules", "error / budget", "before", "after", "")]
         for g in self.groups:
             times = [ms(t) if t is not None else "-" for t in (g.before_ms, g.after_ms)]
             lines.append((g.kind, g.words, str(len(g.sites)), f"{g.share:.2f}", *times, g.why))
@@ -69,10 +69,13 @@ class Optimized:
         left: dict[tuple[str, str], list[str]] = {}
         for item in self.replaced.left:
             left.setdefault((item.kind, item.why), []).append(item.path or "the model")
-        rows += [f"left as it is: {kind}, {p[0]}{f' and {len(p) - 1} more' if p[1:] else ''}: {why}" for (kind, why), p in left.items()]
+        for (kind, why), paths in left.items():
+            more = f" and {len(paths) - 1} more" if paths[1:] else ""
+            rows.append(f"left as it is: {kind}, {paths[0]}{more}: {why}")
         if self.before_ms and self.after_ms:
             what = "training step" if self.mode == "train" else "forward"
-            rows.append(f"{what}: {ms(self.before_ms)} before, {ms(self.after_ms)} after, {self.before_ms / self.after_ms:.2f}x")
+            ratio = self.before_ms / self.after_ms
+            rows.append(f"{what}: {ms(self.before_ms)} before, {ms(self.after_ms)} after, {ratio:.2f}x")
         return "\n".join([*rows, *([self.note] if self.note else [])])
 
 
@@ -171,11 +174,11 @@ def _optimize(report: Optimized, work: Workload, call: Met, lock: Lock, seconds:
             _whole(report, work, call, seconds)
 
 
-def grouped(sites: list[tuple[Site, Verdict]]) -> list[Group]:
-    found: dict[tuple, Group] = {}
+def grouped(sites: list[tuple[Site, Verdict]]) -> list[SiteGroup]:
+    found: dict[tuple, SiteGroup] = {}
     for site, verdict in sites:
         key = site.kind, site.words, type(site.module)
-        found.setdefault(key, Group(site.kind, site.words, [])).sites.append((site, verdict))
+        found.setdefault(key, SiteGroup(site.kind, site.words, [])).sites.append((site, verdict))
     return list(found.values())
 
 
@@ -193,7 +196,9 @@ def stepper(module: nn.Module, call: Met, train: bool) -> Callable:
             out = module(*args, **kwargs)
         outs = [t for t in floating(out).values() if t.requires_grad] if train else []
         if outs:
-            torch.autograd.backward(outs, [grads.setdefault(i, upstream(t)) for i, t in enumerate(outs)])
+            for i in range(len(grads), len(outs)):  # made once: making them takes longer than the module
+                grads[i] = upstream(outs[i])
+            torch.autograd.backward(outs, [grads[i] for i in range(len(outs))])
 
     return run
 
@@ -207,7 +212,7 @@ def toggled(site: Site, ops: Choices, run: Callable) -> Callable:
     return both
 
 
-def _time_group(group: Group, work: Workload, met: dict[str, Met], ops: Choices, seconds: float) -> None:
+def _time_group(group: SiteGroup, work: Workload, met: dict[str, Met], ops: Choices, seconds: float) -> None:
     site = group.sites[0][0]
     run = work.step if not site.path else stepper(site.module, met[site.path], work.kind == "train")
     try:

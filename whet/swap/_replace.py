@@ -45,7 +45,8 @@ def as_call(batch: Any) -> Met:
         return Met(tuple(batch), {})
     if isinstance(batch, torch.Tensor):
         return Met((batch,), {})
-    raise ValueError(f"optimize: batch must be a dict, a tuple or a tensor of what the model's forward takes, got {type(batch).__name__}")
+    kind = type(batch).__name__
+    raise ValueError(f"optimize: batch must be a dict, a tuple or a tensor of what the model's forward takes, got {kind}")
 
 
 def cut(call: Met) -> Met:

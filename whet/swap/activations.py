@@ -7,7 +7,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from whet.swap import Left, Met, Site, new_forward
-from whet.swap._proof import in_float64, plainly_called
+from whet.swap._proof import close, in_float64, plainly_called
 
 CLOSE = 1e-9  # erf and tanh lie 5e-4 apart
 
@@ -18,7 +18,7 @@ def approximate_of(module: nn.Module, x: torch.Tensor) -> str | None:
     got = in_float64(module, probe)
     for approximate in ("none", "tanh"):
         want = F.gelu(probe, approximate=approximate)
-        if isinstance(got, torch.Tensor) and got.shape == want.shape and (got - want).abs().max() <= CLOSE:
+        if close(got, want, CLOSE):
             return approximate
     return None
 

@@ -8,10 +8,12 @@ from whet.swap import Edit, Left, Met, Site
 
 NAME = "whet"
 INTERNAL = "_attn_implementation_internal"
-KEPT = ("output_attentions", "softcap", "position_bias", "s_aux", "cache", "head_mask")  # options that only the model's own serves
+KEPT = ("output_attentions", "softcap", "position_bias", "s_aux", "cache", "head_mask")  # options that SDPA's own serves
 
 
-def attend(module, query, key, value, attention_mask, dropout=0.0, scaling=None, is_causal=None, sliding_window=None, **options):
+def attend(
+    module, query, key, value, attention_mask, dropout=0.0, scaling=None, is_causal=None, sliding_window=None, **options
+):
     """As transformers' sdpa_attention_forward; what the op has no argument for goes there."""
     from transformers.integrations.sdpa_attention import sdpa_attention_forward
 

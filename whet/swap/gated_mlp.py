@@ -2,18 +2,19 @@
 
 import itertools
 from collections.abc import Callable, Iterator
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import nn
 
 from whet.swap import Left, Met, Site, new_forward
-from whet.swap._proof import Float64Everywhere, copied, plainly_called
+from whet.swap._proof import Float64Everywhere, close, copied, plainly_called
 
 CLOSE = 1e-5
 
 
-def linears(module: nn.Module) -> dict[str, nn.Module]:
+def linears(module: nn.Module) -> dict[str, Any]:
     """Children that take and give a known number of features: nn.Linear, and what wraps one."""
     sized = {n: m for n, m in module.named_children() if hasattr(m, "in_features") and hasattr(m, "out_features")}
     return {n: m for n, m in sized.items() if isinstance(m.in_features, int)}
@@ -47,7 +48,7 @@ def form_of(module: nn.Module, x: torch.Tensor) -> tuple[str, ...] | None:
         got = twin(x)
         for form in forms(twin):
             want = formula(twin, form, x)
-            if isinstance(got, torch.Tensor) and got.shape == want.shape and (got - want).abs().max() <= CLOSE * want.abs().max():
+            if close(got, want, CLOSE):
                 return form
     return None
 

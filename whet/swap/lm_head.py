@@ -7,6 +7,7 @@ logits, and computes both. Where anything else touches the logits in between, th
 import types
 from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -24,12 +25,12 @@ class Passed:
     used: bool = False
 
 
-def head_of(model: nn.Module) -> nn.Module | None:
+def head_of(model: nn.Module) -> Any:
     get = getattr(model, "get_output_embeddings", None)
     return get() if callable(get) else None
 
 
-def refusal(model: nn.Module, head: nn.Module) -> str | None:
+def refusal(model: nn.Module, head: Any) -> str | None:
     name = getattr(getattr(model, "loss_function", None), "__name__", "")
     if name != "ForCausalLMLoss":
         return f"its loss is {name or 'its own'}, not Transformers' ForCausalLMLoss"
@@ -64,10 +65,9 @@ def forward(self, *args, **kwargs):
 
 def edits(model: nn.Module, ops) -> list[Edit]:
     head, passed, loss_of = head_of(model), Passed(), ops.linear_cross_entropy
-    assert head is not None
 
     def loss(self, logits, labels, vocab_size, num_items_in_batch=None, ignore_index=-100, shift_labels=None, **options):
-        passed, w = self._whet_passed, head_of(self).weight  # type: ignore[union-attr]
+        passed, w = self._whet_passed, head_of(self).weight
         if not passed.on or logits is not passed.hidden or vocab_size != w.shape[0]:
             counts = dict(num_items_in_batch=num_items_in_batch, ignore_index=ignore_index, shift_labels=shift_labels)
             return self._whet_loss(logits, labels, vocab_size, **counts, **options)
@@ -83,6 +83,10 @@ def edits(model: nn.Module, ops) -> list[Edit]:
     ]
 
 
+def served(model: Any) -> bool:
+    return model._whet_passed.used
+
+
 def find(model: nn.Module, met: dict[str, Met]) -> Iterator[Site | Left]:
     head = head_of(model)
     if head is None or "" not in met or met[""].kwargs.get("labels") is None:
@@ -95,7 +99,7 @@ def find(model: nn.Module, met: dict[str, Met]) -> Iterator[Site | Left]:
         return
     yield Site(
         "", model, edits, f"head of {head.weight.shape[0]:,} words and its loss", compares=("['loss']",),
-        serves=lambda module: module._whet_passed.used,
+        serves=served,
     )
 
 

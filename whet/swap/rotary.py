@@ -14,8 +14,9 @@ NAME = "apply_rotary_pos_emb"
 def own_forward(module: nn.Module) -> types.FunctionType | None:
     """The function behind this module's forward, where it is plain Python that names the rotation."""
     forward = getattr(module.forward, "__func__", None)
-    plain = isinstance(forward, types.FunctionType) and NAME in forward.__code__.co_names
-    return forward if plain and callable(forward.__globals__.get(NAME)) else None
+    if not isinstance(forward, types.FunctionType) or NAME not in forward.__code__.co_names:
+        return None
+    return forward if callable(forward.__globals__.get(NAME)) else None
 
 
 def rotation(ops, theirs: Callable) -> Callable:
