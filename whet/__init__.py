@@ -2,6 +2,7 @@
 
     import whet
     y = whet.ops.rms_norm(x, w)                       # impl="auto": this machine's lock, else the stock call
+    whet.optimize(model, batch)                       # your own model, in place; print(model.whet), whet.restore(model)
     whet.plans.best_plan("tiny-llama:small")          # record, verify, time, choose
     whet.auto_select_kernels(config)                  # PyTorch or Triton, decided at the start of training
     whet.LLM("Qwen/Qwen3-0.6B").generate("Hello")     # text: batches, streams, chats
@@ -14,7 +15,7 @@ __version__ = "0.2.0"
 _HOMES = {
     "auto_select_kernels": "autoselect", "manual_kernel_benchmark": "autoselect", "benchmark_rms_norm": "autoselect",
     "benchmark_rotary": "autoselect", "ModelConfig": "autoselect", "Choices": "choices", "use": "choices",
-    "LLM": "decode.engine",
+    "LLM": "decode.engine", "optimize": "swap._optimize", "restore": "swap._optimize",
 }
 _MODULES = ("ops", "choices", "models", "plans")
 __all__ = sorted([*_HOMES, *_MODULES])

@@ -1,0 +1,139 @@
+"""Does a replacement compute what the module computes?  Values and gradients, both ways, against the module in float64."""
+
+import contextlib
+import copy
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_flatten_with_path, tree_map
+
+from whet.choices import Choices
+from whet.judge import Verdict, judge
+from whet.swap import Journal, Met, Site
+
+WIDE = (torch.float32, torch.float16, torch.bfloat16)
+
+
+class Float64Everywhere(TorchDispatchMode):
+    """What a module would round to a narrower dtype stays in float64: `.float()`, `.to(torch.float32)`, a softmax's dtype."""
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        kwargs = dict(kwargs or {})
+        if kwargs.get("dtype") in WIDE:
+            kwargs["dtype"] = torch.float64
+        return func(*[torch.float64 if isinstance(a, torch.dtype) and a in WIDE else a for a in args], **kwargs)
+
+
+def plainly_called(call: Met) -> bool:
+    """With one tensor and nothing else."""
+    return len(call.args) == 1 and isinstance(call.args[0], torch.Tensor) and not call.kwargs
+
+
+def in_float64(module: nn.Module, *args: Any) -> Any:
+    """What a copy of the module in float64 returns, without gradients."""
+    with torch.no_grad(), Float64Everywhere():
+        return copied(module, torch.float64)(*args)
+
+
+def close(got: Any, want: torch.Tensor, share: float) -> bool:
+    """The same shape, and nowhere further apart than a share of the largest value."""
+    return isinstance(got, torch.Tensor) and got.shape == want.shape and bool(
+        (got - want).abs().max() <= share * want.abs().max()
+    )
+
+
+def copied(module: nn.Module, dtype: torch.dtype) -> nn.Module:
+    """A copy in another dtype, with its own config, modes as they are."""
+    twin = copy.deepcopy(module)
+    return twin.to(dtype) if any(p.is_floating_point() for p in (*twin.parameters(), *twin.buffers())) else twin
+
+
+def cast(value: Any, dtype: torch.dtype) -> Any:
+    """Arguments as fresh leaves: floating tensors in this dtype, asking for a gradient where they did."""
+    def one(t):
+        if not isinstance(t, torch.Tensor):
+            return t
+        if not t.is_floating_point():
+            return t.clone()
+        return t.detach().to(dtype, copy=True).requires_grad_(t.requires_grad)
+
+    return tree_map(one, value)
+
+
+def floating(value: Any) -> dict[str, torch.Tensor]:
+    """The floating-point tensors in arguments or results, by where they are."""
+    if isinstance(value, torch.Tensor):
+        return {"": value} if value.is_floating_point() else {}
+    flat = tree_flatten_with_path(dict(value) if isinstance(value, Mapping) else value)[0]
+    return {
+        "".join(map(str, where)): t for where, t in flat if isinstance(t, torch.Tensor) and t.is_floating_point()
+    }
+
+
+def ran(module: nn.Module, call: Met, dtype: torch.dtype, compares: tuple[str, ...], exact: bool = False) -> dict:
+    """Outputs, and gradients of every argument and parameter, of one run with the call's arguments in a dtype."""
+    args, kwargs = cast(call.args, dtype), cast(call.kwargs, dtype)
+    params = dict(module.named_parameters())
+    held = {n: p.grad for n, p in params.items()}
+    for p in params.values():
+        p.grad = None
+    devices = [torch.cuda.current_device()] if torch.cuda.is_available() else []
+    try:
+        with torch.random.fork_rng(devices), Float64Everywhere() if exact else contextlib.nullcontext():
+            torch.manual_seed(0)
+            outs = {k: t for k, t in floating(module(*args, **kwargs)).items() if not compares or k in compares}
+            wanted = [t for t in outs.values() if t.requires_grad]
+            torch.autograd.backward(wanted, [upstream(t) for t in wanted])
+        found: dict[str, torch.Tensor | None] = {f"output {k}": t.detach() for k, t in outs.items()}
+        leaves = {k: t for k, t in floating((args, kwargs)).items() if t.requires_grad}
+        found |= {f"grad argument {k}": t.grad for k, t in leaves.items()}
+        return found | {f"grad {n}": p.grad for n, p in params.items() if p.requires_grad}
+    finally:
+        for n, p in params.items():
+            p.grad = held[n]
+
+
+def upstream(t: torch.Tensor) -> torch.Tensor:
+    """A gradient to come back from outside: the same numbers whatever the dtype, exact in each."""
+    made = torch.Generator(device="cpu").manual_seed(t.numel())
+    return (torch.randint(-8, 9, t.shape, generator=made) / 8).to(t.device, t.dtype)
+
+
+@contextlib.contextmanager
+def edited(module: nn.Module, site: Site, ops: Choices) -> Iterator[None]:
+    journal = Journal()
+    try:
+        journal.make(site.edits(module, ops))
+        yield
+    finally:
+        journal.undo()
+
+
+def prove(site: Site, call: Met, ops: Choices) -> Verdict:
+    """The worst verdict over the model's own dtype and float32."""
+    given = (*site.module.parameters(), *floating((call.args, call.kwargs)).values())
+    own = next((t.dtype for t in given if t.is_floating_point()), torch.float32)
+    truth_of = copied(site.module, torch.float64)
+    worst = Verdict(True, 0.0, float("inf"))
+    for dtype in dict.fromkeys((own, torch.float32)):
+        twin = copied(site.module, dtype)
+        rounded = Met(cast(call.args, dtype), cast(call.kwargs, dtype))  # what float64 starts from, too
+        for mine, theirs in zip(truth_of.parameters(), twin.parameters()):
+            mine.data.copy_(theirs.data)
+        truth = ran(truth_of, rounded, torch.float64, site.compares, exact=True)
+        eager = ran(twin, rounded, dtype, site.compares)
+        with edited(twin, site, ops):
+            ours = ran(twin, rounded, dtype, site.compares)
+            if site.serves is not None and not site.serves(twin):
+                return Verdict(False, why="the module did not come to what was to be replaced")
+        if set(ours) != set(eager):
+            return Verdict(False, why=f"it returns {sorted(ours)}, the module {sorted(eager)}")
+        # A whole model's float32 loss carries the errors of its own dtype, and eager's may be near zero by luck.
+        verdict = judge(ours, eager, truth, None if site.path else torch.finfo(dtype).eps)
+        if not verdict.ok:
+            return verdict
+        worst = max(worst, verdict, key=lambda v: v.share)
+    return worst

@@ -1,0 +1,138 @@
+"""Every recogniser over one live model: what each finds is proved, then replaced; what fails is left, with the reason."""
+
+import contextlib
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils._pytree import tree_map
+
+from whet.choices import Choices
+from whet.figures import error_line
+from whet.judge import Verdict
+from whet.swap import Edit, Journal, Left, Met, Site, discover
+from whet.swap._proof import prove
+
+ROWS, LENGTH = 2, 48  # of the batch that the proof runs on at most
+
+
+@dataclass
+class Replaced:
+    """What was replaced in a model, what was not, and how to put it back."""
+
+    model: nn.Module
+    sites: list[tuple[Site, Verdict]] = field(default_factory=list)
+    left: list[Left] = field(default_factory=list)
+    journal: Journal = field(default_factory=Journal)
+
+    def ask(self, ops: Choices) -> None:
+        """From now on the replaced parts ask these choices."""
+        self.journal.undo()
+        for site, _ in self.sites:
+            self.journal.make(site.edits(site.module, ops))
+
+    def restore(self) -> None:
+        self.journal.undo()
+
+
+def as_call(batch: Any) -> Met:
+    """What a model's forward is given: a mapping by name, a tuple in order, or one tensor."""
+    if isinstance(batch, Mapping):
+        return Met((), dict(batch))
+    if isinstance(batch, (tuple, list)):
+        return Met(tuple(batch), {})
+    if isinstance(batch, torch.Tensor):
+        return Met((batch,), {})
+    kind = type(batch).__name__
+    raise ValueError(f"optimize: batch must be a dict, a tuple or a tensor of what the model's forward takes, got {kind}")
+
+
+def cut(call: Met) -> Met:
+    """A small part of a batch: a few rows; of what is (rows, length), a few tokens of each."""
+    tensors = [t for t in (*call.args, *call.kwargs.values()) if isinstance(t, torch.Tensor) and t.dim()]
+    rows = tensors[0].shape[0] if tensors else 0
+
+    def one(t):
+        if not isinstance(t, torch.Tensor) or not t.dim() or t.shape[0] != rows:
+            return t
+        return t[:ROWS, :LENGTH] if t.dim() == 2 and not t.is_floating_point() else t[:ROWS]
+
+    return Met(tree_map(one, call.args), tree_map(one, call.kwargs))
+
+
+def kept(value: Any) -> Any:
+    """A call's arguments as they are now: tensors cloned, since the call may change them."""
+    return tree_map(lambda v: v.detach().clone().requires_grad_(v.requires_grad) if isinstance(v, torch.Tensor) else v, value)
+
+
+def met_in(model: nn.Module, call: Met, only: set[str] | None = None) -> dict[str, Met]:
+    """What every module, or only those at these paths, is called with, first, in a forward of this batch."""
+    found: dict[str, Met] = {"": call}
+    with contextlib.ExitStack() as stack, quiet(model), uncached(model):
+        for path, module in model.named_modules():
+            if path and (only is None or path in only):
+                def before(module, args, kwargs, path=path):
+                    found.setdefault(path, Met(kept(args), kept(kwargs)))
+
+                stack.callback(module.register_forward_pre_hook(before, with_kwargs=True).remove)
+        model(*kept(call.args), **kept(call.kwargs))
+    return found
+
+
+@contextlib.contextmanager
+def uncached(model: nn.Module) -> Iterator[None]:
+    """A Hugging Face model keeps no keys and values of a forward: a cache is one object that every layer changes."""
+    journal, config = Journal(), getattr(model, "config", None)
+    if getattr(config, "use_cache", False):
+        journal.make([Edit(config, "use_cache", False)])
+    try:
+        yield
+    finally:
+        journal.undo()
+
+
+@contextlib.contextmanager
+def quiet(model: nn.Module) -> Iterator[None]:
+    """Random numbers and buffers of the model are afterwards as they were."""
+    devices = [torch.cuda.current_device()] if torch.cuda.is_available() else []
+    buffers = [(b, b.detach().clone()) for b in model.buffers()]
+    with torch.random.fork_rng(devices):
+        try:
+            yield
+        finally:
+            with torch.no_grad():
+                for b, before in buffers:
+                    b.copy_(before)
+
+
+def recognise(model: nn.Module, call: Met, ops: Choices, only: tuple[str, ...] = ()) -> Replaced:
+    """Find and prove, without changing the model. only: names of recognisers."""
+    found, seen = Replaced(model), met_in(model, cut(call))
+    with uncached(model):
+        _recognise(model, seen, ops, only, found)
+    return found
+
+
+def _recognise(model: nn.Module, seen: dict[str, Met], ops: Choices, only: tuple[str, ...], found: Replaced) -> None:
+    for name, find in discover().items():
+        if only and name not in only:
+            continue
+        try:
+            proposals = list(find(model, seen))
+        except Exception as e:  # a recogniser that fails costs its candidates, never the model
+            found.left.append(Left("", f"the recogniser failed: {error_line(e)}", name))
+            continue
+        for item in proposals:
+            if isinstance(item, Left):
+                found.left.append(replace(item, kind=name))
+                continue
+            try:
+                verdict = prove(item, seen[item.path], ops)
+            except Exception as e:
+                verdict = Verdict(False, why=error_line(e))
+            if verdict.ok:
+                found.sites.append((replace(item, kind=name), verdict))
+            else:
+                found.left.append(Left(item.path, f"{item.words}: {verdict.why}", name))

@@ -1,0 +1,108 @@
+"""RMSNorm and LayerNorm modules, known by what they compute: by weight, by 1 + weight (Gemma), or without one."""
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from torch import nn
+
+from whet.ops.layer_norm import reference as layer_norm
+from whet.ops.rms_norm import reference as rms_norm
+from whet.swap import Left, Met, Site, new_forward
+from whet.swap._proof import close, in_float64, plainly_called
+
+CLOSE = 1e-5  # of the size of the result: which formula it is; `prove` then holds it to the usual budget
+SCALES = (1.0, 1e-3)  # of the probe: small values show what eps is
+
+
+def weight(module: Any, x: torch.Tensor) -> torch.Tensor:
+    return module.weight
+
+
+def one_plus(module: Any, x: torch.Tensor) -> torch.Tensor:
+    return 1.0 + module.weight.float()
+
+
+def ones(module: nn.Module, x: torch.Tensor) -> torch.Tensor:
+    return torch.ones(x.shape[-1], dtype=x.dtype, device=x.device)
+
+
+FORMS: dict[str, tuple[str, Callable]] = {
+    "RMSNorm": ("rms_norm", weight), "RMSNorm by 1 + weight": ("rms_norm", one_plus),
+    "RMSNorm without a weight": ("rms_norm", ones), "LayerNorm": ("layer_norm", weight),
+    "LayerNorm without a weight": ("layer_norm", ones),
+}
+
+
+def eps_of(module: nn.Module, dtype: torch.dtype) -> float | None:
+    """The one number of a module that is called an epsilon; nn.RMSNorm's None is the dtype's."""
+    named = {k: v for k, v in vars(module).items() if "eps" in k.lower() and (v is None or isinstance(v, float))}
+    values = {torch.finfo(dtype).eps if v is None else v for v in named.values()}
+    return values.pop() if len(values) == 1 else None
+
+
+def looks_like_one(module: nn.Module) -> bool:
+    """No children, at most a weight and a bias of one dimension, and an epsilon."""
+    params = dict(module.named_parameters(recurse=False))
+    vectors = all(p.dim() == 1 for p in params.values()) and set(params) <= {"weight", "bias"}
+    return not any(module.children()) and vectors and any("eps" in k.lower() for k in vars(module))
+
+
+def form_of(module: nn.Module, x: torch.Tensor, eps: float) -> str | None:
+    """Which formula gives what the module gives."""
+    params = {n: p.detach().double() for n, p in module.named_parameters(recurse=False)}
+    has_weight = "weight" in params
+    for form, (op, _) in FORMS.items():
+        if has_weight == form.endswith("without a weight"):
+            continue
+        if all(_same(module, op, form, params, x.detach().double() * scale, eps) for scale in SCALES):
+            return form
+    return None
+
+
+def _same(module: nn.Module, op: str, form: str, params: dict, x: torch.Tensor, eps: float) -> bool:
+    got = in_float64(module, x)
+    w = params.get("weight", torch.ones(x.shape[-1], dtype=x.dtype, device=x.device))
+    w = 1.0 + w if "1 +" in form else w
+    want = rms_norm(x, w, eps) if op == "rms_norm" else layer_norm(x, w, params.get("bias"), eps)
+    return close(got, want, CLOSE)
+
+
+def replaced(ops, form: str, eps: float, biased: bool) -> Callable:
+    """The forward of a norm through an op; a call with more than a tensor gets the module's own."""
+    op, weight_of = FORMS[form]
+    norm = getattr(ops, op)
+
+    def rms(self, x, *rest, **options):
+        return self._whet_forward(x, *rest, **options) if rest or options else norm(x, weight_of(self, x), eps)
+
+    def layer(self, x, *rest, **options):
+        if rest or options:
+            return self._whet_forward(x, *rest, **options)
+        return norm(x, weight_of(self, x), self.bias if biased else None, eps)
+
+    return rms if op == "rms_norm" else layer
+
+
+def find(model: nn.Module, met: dict[str, Met]) -> Iterator[Site | Left]:
+    for path, module in model.named_modules():
+        if path not in met or not looks_like_one(module):
+            continue
+        call = met[path]
+        if not plainly_called(call) or not call.args[0].is_floating_point():
+            yield Left(path, "it is called with more than one tensor")
+            continue
+        x = call.args[0]
+        eps = eps_of(module, x.dtype)
+        if eps is None:
+            yield Left(path, "which of its numbers is the epsilon is not clear")
+            continue
+        form = form_of(module, x, eps)
+        if form is None:
+            yield Left(path, f"{type(module).__name__} computes neither an RMSNorm nor a LayerNorm over its last dimension")
+            continue
+
+        def edits(module, ops, form=form, eps=eps):
+            return new_forward(module, replaced(ops, form, eps, getattr(module, "bias", None) is not None))
+
+        yield Site(path, module, edits, f"{form} of {x.shape[-1]}, eps {eps:g}")

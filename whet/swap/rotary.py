@@ -1,0 +1,59 @@
+"""Rotary embedding in Hugging Face attention: `apply_rotary_pos_emb(q, k, cos, sin)` as this one module's forward calls it."""
+
+import types
+from collections.abc import Callable, Iterator
+
+import torch
+from torch import nn
+
+from whet.swap import Left, Met, Site, new_forward
+
+NAME = "apply_rotary_pos_emb"
+
+
+def own_forward(module: nn.Module) -> types.FunctionType | None:
+    """The function behind this module's forward, where it is plain Python that names the rotation."""
+    forward = getattr(module.forward, "__func__", None)
+    if not isinstance(forward, types.FunctionType) or NAME not in forward.__code__.co_names:
+        return None
+    return forward if callable(forward.__globals__.get(NAME)) else None
+
+
+def rotation(ops, theirs: Callable) -> Callable:
+    """The same function through ops.rope. cos and sin are (1 or B, S, R), each half of a row the same."""
+    rope = ops.rope
+
+    def apply_rotary_pos_emb(q, k, cos, sin, *rest, **options):
+        if rest or options or cos.dim() != 3 or q.dim() != 4 or k.dim() != 4 or q.shape[2] != cos.shape[1]:
+            return theirs(q, k, cos, sin, *rest, **options)
+        half = cos.shape[-1] // 2
+        if cos.shape[0] == 1:
+            return rope(q, k, cos[0, :, :half], sin[0, :, :half])
+        rows = torch.arange(cos.shape[0] * cos.shape[1], device=cos.device).view(cos.shape[:2])
+        return rope(q, k, cos[..., :half].flatten(0, 1), sin[..., :half].flatten(0, 1), rows)
+
+    return apply_rotary_pos_emb
+
+
+def with_globals(function: types.FunctionType, **names) -> types.FunctionType:
+    """The same function, in whose eyes these global names mean something else."""
+    made = types.FunctionType(
+        function.__code__, {**function.__globals__, **names}, function.__name__, function.__defaults__, function.__closure__
+    )
+    made.__kwdefaults__ = function.__kwdefaults__
+    return made
+
+
+def find(model: nn.Module, met: dict[str, Met]) -> Iterator[Site | Left]:
+    for path, module in model.named_modules():
+        forward = own_forward(module)
+        if path not in met or forward is None:
+            continue
+
+        def edits(module, ops):
+            function = own_forward(module)
+            assert function is not None
+            served = rotation(ops, function.__globals__[NAME])
+            return new_forward(module, with_globals(function, **{NAME: served}))
+
+        yield Site(path, module, edits, "rotary embedding of queries and keys")
