@@ -1,4 +1,4 @@
-"""Recognisers over models that nobody wrote for whet: replaced where it is proved, put back exactly, else left with a reason."""
+"""Recognisers on models that nobody wrote for whet: replaced where it is proved, put back exactly, or left with a reason."""
 
 import copy
 from collections import Counter

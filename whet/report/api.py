@@ -18,6 +18,7 @@ from whet.report import markdown
 from whet.report.templates import fill
 
 GROUPS = {
+    "Your own model": ("swap._optimize.optimize", "swap._optimize.restore", "swap._optimize.Optimized"),
     "Choosing kernels": (
         "choices.Choices", "choices.use", "choices.Recorder", "tune.tune", "lock.Lock.read", "lock.Lock.table",
         "plans.best_plan",
