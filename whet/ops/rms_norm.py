@@ -171,7 +171,7 @@ def run_triton(x, w, eps=1e-6):
 
 def single(x):
     """Over one element y is the sign of x, and the exact gradient, near zero, is lost in the rounding of what cancels."""
-    return None if x.shape[-1] != 1 else "x.shape[-1] must be at least 2: the gradient over one is rounding got 1"
+    return None if x.shape[-1] != 1 else "x.shape[-1] must be at least 2: the gradient over one is rounding error, got 1"
 
 
 def torch_refuses(x, w, eps=1e-6):
