@@ -11,13 +11,14 @@ import torch
 from test_cli import error_lines, invoke
 from test_page import Page
 
-from whet.choices import Choices
+from whet.choices import Choices, Recorder
 from whet.commands import _folder, _memory
 from whet.commands._folder import FolderOptions, is_folder
 from whet.report import readme, swap_tables
 from whet.report.page import page
 from whet.swap import _optimize
 from whet.swap._preview import preview
+from whet.swap._replace import as_call, recognise
 from whet.tune import Tuned
 
 transformers = pytest.importorskip("transformers")
@@ -194,3 +195,16 @@ def test_the_page_has_a_bar_before_and_after_of_each_group_and_names_are_text():
     assert made.sections == ["swapped"] and "5 modules replaced. Training step: 10.000 ms before" in made.text
     bars = [a["style"] for a in made.all("span") if a.get("style")]
     assert bars == ["width:50.0%", "width:12.5%", "width:50.0%", "width:100.0%"] and "<b>rotary" in made.text
+
+
+def test_a_model_with_everything_replaced_can_be_compiled_and_still_asks_whet():
+    torch.manual_seed(0)
+    model, ids = transformers.LlamaForCausalLM(transformers.LlamaConfig(**LLAMA)), torch.randint(0, 96, (2, 16))
+    plain, asked = model(input_ids=ids, labels=ids).loss, Recorder()
+    found = recognise(model, as_call(dict(input_ids=ids, labels=ids)), Choices())
+    found.ask(asked)
+    loss = torch.compile(model, backend="eager", dynamic=False)(input_ids=ids, labels=ids).loss
+    assert {call.op for call, _ in asked.calls.values()} >= {"rope", "rms_norm", "swiglu", "attention", "linear_cross_entropy"}
+    torch.testing.assert_close(loss, plain)
+    found.restore()
+    torch._dynamo.reset()

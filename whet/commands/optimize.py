@@ -43,8 +43,8 @@ def command(
 ):
     """Record the model's calls, verify and time every candidate, choose, and time the whole model before and after.
 
-    What a function of yours returns runs as it is, under torch.compile and, on a GPU, as a CUDA graph: copies of it, each
-    verified in float64 before it is timed. It is always measured anew.
+    What a function of yours returns runs as it is, with proved parts replaced, under torch.compile and, on a GPU, as a CUDA
+    graph: copies of it, each verified in float64 before it is timed. It is always measured anew.
 
     Of a Hugging Face folder, parts of the live model are replaced as whet.optimize does it: each is proved on the module
     itself and timed against it. Weights are the folder's where it has safetensors, and random otherwise.
