@@ -8,7 +8,8 @@ from conftest import without
 from typer.testing import CliRunner
 
 import whet.plans
-from whet.choices import Choices
+import whet.subjects
+from whet.choices import Choices, Recorder
 from whet.commands import app
 from whet.diagnose.target import CannotRun, target_of
 from whet.lock import Lock
@@ -192,6 +193,41 @@ def test_plans_with_choices_are_there_where_the_model_asks_a_choices(uncompiled,
         result = best_plan("asking", Lock.read(tmp_path / "whet.lock"), seconds=0.02)
     assert {e["call"]["op"] for e in result["entries"]} == {"rms_norm"} and all(p["ok"] for p in result["plans"])
     assert not Lock.read(tmp_path / "whet.lock").plans, "what a function returned is not found again by its name"
+
+
+class Normed(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.norm, self.down = torch.nn.LayerNorm(32), torch.nn.Linear(32, 4)
+
+    def forward(self, x):
+        return self.down(self.norm(x)).square().mean()
+
+
+@pytest.mark.parametrize("train", [True, False])
+def test_what_is_proved_of_a_users_model_is_swapped_in_copies_of_it(train, uncompiled, device):
+    model = Normed().to(device).requires_grad_(train)
+    subject = Given(target_of("normed", (model, torch.randn(4, 32, device=device))))
+    assert [p.name for p in subject.plans() if p.variant == "swapped"] == ["eager + swapped", "torch.compile + swapped"]
+    assert [(c.op, c.grad, n) for c, n in subject.calls("float32")] == [("layer_norm", train, 1)]
+    trial, asked = Trial(subject, "float32", 0.02), Recorder()
+    trial.choices = dict.fromkeys(("eager", "graph", "compile"), asked)
+    trial.graphs = False
+    for plan in subject.plans():
+        trial.run(plan)
+    assert all(r.ok for r in trial.results.values()), [r.why for r in trial.results.values()]
+    assert {call.op for call, _ in asked.calls.values()} == {"layer_norm"}, "the replacement is what ran"
+    assert "forward" not in vars(model.norm) and "norms" in subject.notes[-1]
+
+
+def test_a_model_whose_parts_cannot_be_looked_at_runs_as_it_is(uncompiled, monkeypatch):
+    def broken(*args):
+        raise RuntimeError("upstream drifted")
+
+    monkeypatch.setattr(whet.subjects, "recognise", broken)
+    subject = Given(target_of("normed", (Normed(), torch.randn(4, 32))))
+    assert [p.name for p in subject.plans() if not p.graph] == ["torch.compile"] and not subject.calls("float32")
+    assert subject.notes[-1] == "no part of the model was replaced: RuntimeError: upstream drifted"
 
 
 def test_on_a_gpu_the_step_is_captured_as_it_is_and_compiled(file, uncompiled, monkeypatch):

@@ -1,5 +1,6 @@
 """What plans are tried on: a model in whet/models, or the model and batch that a user's function returned."""
 
+import collections
 import copy
 import functools
 import types
@@ -9,15 +10,19 @@ from dataclasses import dataclass, field, replace
 import torch
 from torch import nn
 
-from whet.choices import Choices
+from whet.choices import Choices, Recorder
 from whet.diagnose.target import CannotRun, Target, raised_at, resolve
+from whet.figures import error_line
 from whet.machine import this_machine
 from whet.models import Model, Recipe, find
 from whet.op import Call
+from whet.swap import Journal, Met
+from whet.swap._replace import recognise
 from whet.torch_ops import own_code
-from whet.workload import ROUNDING, Workload, asks, tensors_in
+from whet.workload import ROUNDING, Workload, asking, asks, tensors_in
 
 BEFORE = "before: plain eager"
+SWAPPED = "swapped"  # the variant of a user's model in which proved parts are replaced
 Evidence = dict[str, torch.Tensor]
 
 
@@ -124,7 +129,8 @@ class Given:
 
     What was given is copied, never run on.
 
-    It runs as it is, under torch.compile and as a CUDA graph; plans with choices are there only where it asks a Choices.
+    It runs as it is, under torch.compile and as a CUDA graph; plans with choices are there only where it asks a Choices,
+    and swapped ones where a recogniser of whet/swap proved that an op computes what a part of it does.
     """
 
     target: Target
@@ -196,11 +202,39 @@ class Given:
 
     def plans(self) -> list[Plan]:
         tuned = [Plan("eager + choices", "", "tuned")] if self.asks else []
+        tuned += [Plan("eager + swapped", SWAPPED, "tuned")] if self.swaps else []
         graph = [Plan("CUDA graph", "", "own", graph=True)] if self.device == "cuda" else []
         return [*graph, *tuned, *compiled([Plan("eager", "", "own"), *tuned])]
 
+    @functools.cached_property
+    def swaps(self) -> list[tuple[str, Callable]]:
+        """(path, edits) of each part that an op computes, proved on a copy; edits(module, ops) replaces it in another."""
+        work = self._copy()
+        try:
+            found = recognise(work.model, Met(work.args, work.kwargs), Choices())
+        except Exception as e:  # what cannot be recognised runs as it is
+            self.notes.append(f"no part of the model was replaced: {error_line(e)}")
+            return []
+        if found.sites:
+            kinds = collections.Counter(site.kind for site, _ in found.sites)
+            shown = ", ".join(f"{kind} {n}" for kind, n in kinds.items())
+            left = f"; left as they are: {len(found.left)}" if found.left else ""
+            self.notes.append(f"swapped: parts that were proved on a copy: {shown}{left}")
+        return [(site.path, site.edits) for site, _ in found.sites]
+
+    def swap(self, model: nn.Module, ops: Choices) -> None:
+        """Replace, in a copy of the model, what was proved."""
+        for path, edits in self.swaps:
+            Journal().make(edits(model.get_submodule(path), ops))
+
     def calls(self, precision: str) -> list[tuple[Call, int]]:
-        return replace(self._copy(), precision=asked(precision)).calls() if self.asks else []
+        if not self.asks and not self.swaps:
+            return []
+        work, recorder = replace(self._copy(), precision=asked(precision)), Recorder()
+        self.swap(work.model, recorder)
+        with asking(work.model, recorder), torch.set_grad_enabled(self.kind == "train"):
+            work.forward()
+        return list(recorder.calls.values())
 
     def rounding(self, precision: str) -> float | None:
         """Of the coarsest of what was asked for, what the process is set to, and what any module returns."""
@@ -231,6 +265,8 @@ class Given:
         work = self._copy()
         for module in asks(work.model) if choices is not None else ():
             module.ops = choices
+        if plan.variant == SWAPPED and choices is not None:
+            self.swap(work.model, choices)
         for group in work.optimizer.param_groups if work.optimizer and self.device == "cuda" and plan.name != BEFORE else ():
             if "capturable" in group:
                 group["capturable"] = True

@@ -1,5 +1,8 @@
 """Whether a model and all that proving its plans needs fit the memory there is, estimated before anything is built."""
 
+from pathlib import Path
+from typing import Any
+
 import torch
 
 from whet.choices import Choices
@@ -10,6 +13,7 @@ from whet.models import Model, find
 HELD = 4 + 8 + 4 + 4  # bytes a parameter: float32 weights, gradients in float64, those of eager and those of the plan on trial
 STEP = 4 + 4 + 8  # of each model that waits for the race: weights, gradients, AdamW's two moments
 WAITING = {"cpu": 5, "cuda": 2}  # models in memory at once, the plain one among them: a GPU's are raced in groups
+PROOF = 8 + 8 + 4 + 4 + 4  # of a user's whole model proved: weights and gradients in float64, in float32, and those replaced
 GIB = 2**30
 
 
@@ -40,3 +44,23 @@ def refuse_what_does_not_fit(lock: Lock, target: str, precision: str, again: boo
         f"oracle of its plans take at least {takes / GIB:,.0f} GiB, and {free / GIB:,.1f} GiB are free on the "
         f"{'GPU' if device == 'cuda' else 'CPU'}; {f'{fitting[-1]} fits' if fitting else 'free some memory'}"
     )
+
+
+def refuse_folder_that_does_not_fit(
+    folder: Path, cls: Any, config: Any, dtype: torch.dtype, whole: bool, device: str
+) -> None:
+    """ValueError, with the figures, where a folder's model and its proof take more memory than is free.
+
+    Activations come on top. whole: whether the model is proved as one, not module by module alone
+    """
+    try:
+        with torch.device("meta"):
+            count = sum(p.numel() for p in cls._from_config(config, dtype=dtype).parameters())
+    except Exception:
+        return  # what cannot be built without memory cannot be counted
+    takes, free = count * (dtype.itemsize + PROOF * whole), free_bytes(torch.device(device))
+    if takes > free:
+        raise ValueError(
+            f"optimize: {folder} has {count / 1e9:.3g} billion parameters; weights{', and proofs in float64,' * whole} take at "
+            f"least {takes / GIB:,.0f} GiB, and {free / GIB:,.1f} GiB are free on the {'GPU' if device == 'cuda' else 'CPU'}"
+        )

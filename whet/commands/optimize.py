@@ -4,20 +4,38 @@ import json
 import os
 import re
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from whet.commands._console import Html, Json, Records, console, emit, plain_errors, progress_bar, write_page
 
-TARGET_HELP = "A built-in model and size (tiny-llama:small), or file.py:function returning model and batch."
+if TYPE_CHECKING:
+    from whet.commands._folder import FolderOptions
+
+TARGET_HELP = "A built-in model and size (tiny-llama:small), a Hugging Face folder, or file.py:function with model and batch."
+Step = Annotated[bool | None, typer.Option(
+    "--train/--infer", help="A folder: a training step or a forward pass (default: train where the model takes labels).",
+    show_default=False,
+)]
+Rows = Annotated[int | None, typer.Option(min=1, help="A folder: rows of random tokens (default 4; 2 on a CPU).")]
+Tokens = Annotated[int | None, typer.Option(min=1, help="A folder: tokens in a row (default 2048; 64 on a CPU).")]
+Weights = Annotated[str, typer.Option(help="A folder: bfloat16, float32, or auto: as its config.json says.")]
+DryRun = Annotated[bool, typer.Option(
+    "--dry-run", help="A folder: find and prove what would be replaced, and time nothing (default off).",
+)]
 
 
 def command(
     target: Annotated[str, typer.Argument(metavar="TARGET", help=TARGET_HELP)],
     precision: Annotated[str, typer.Option(help="float32, tf32 or bfloat16; only ever what is asked for.")] = "float32",
     again: Annotated[bool, typer.Option(help="Measure the plans anew even if the lock has them (default off).")] = False,
-    seconds: Annotated[float, typer.Option(min=0.0, help="Measuring time per plan, seconds.")] = 0.5,
+    seconds: Annotated[float, typer.Option(min=0.0, help="Measuring time per candidate and plan, seconds.")] = 0.5,
+    train: Step = None,
+    batch: Rows = None,
+    tokens: Tokens = None,
+    dtype: Weights = "auto",
+    dry_run: DryRun = False,
     lock: Annotated[str | None, typer.Option(metavar="FILE", help="The lock (default $WHET_LOCK, else whet.lock).")] = None,
     html: Html = None,
     records: Records = "records",
@@ -25,36 +43,98 @@ def command(
 ):
     """Record the model's calls, verify and time every candidate, choose, and time the whole model before and after.
 
-    What a function of yours returns runs as it is, under torch.compile and, on a GPU, as a CUDA graph: copies of it, each
-    verified in float64 before it is timed. It is always measured anew.
+    What a function of yours returns runs as it is, with proved parts replaced, under torch.compile and, on a GPU, as a CUDA
+    graph: copies of it, each verified in float64 before it is timed. It is always measured anew.
+
+    Of a Hugging Face folder, parts of the live model are replaced as whet.optimize does it: each is proved on the module
+    itself and timed against it. Weights are the folder's where it has safetensors, and random otherwise.
 
     Example: whet optimize tiny-llama:tiny
+
+    Example: whet optimize path/to/model_folder --dry-run
     """
     import torch
 
-    from whet.commands._memory import refuse_what_does_not_fit
-    from whet.lock import Lock, lock_path
-    from whet.plans import best_plan
-    from whet.report import record
+    from whet.commands._folder import FolderOptions, is_folder
+    from whet.lock import lock_path
 
+    asked = FolderOptions(train, batch, tokens, dtype, dry_run)
     with plain_errors("nothing was begun yet"):
-        where = lock_path(lock)
+        where, folder = lock_path(lock), is_folder(target)
         if lock is not None or "WHET_LOCK" in os.environ:
             refuse_others_file(where)
+        refuse_other_options(folder, asked.given(), precision, again)
         if precision == "tf32" and not torch.cuda.is_available():
             raise ValueError("optimize: --precision tf32 needs a GPU, and there is none here; use float32 or bfloat16")
     before = state(where)
     with plain_errors(lambda: kept_in(where, before)):
-        known, ours = Lock.read(where), not target.partition(":")[0].endswith(".py")
-        if ours:
-            refuse_what_does_not_fit(known, target, precision, again)
-        with progress_bar(not as_json) as progress:
-            result = best_plan(target, known, precision, again, seconds, progress)
-        made = record.make(f"whet optimize {target} --precision {precision}", result)
-        if html:
-            write_page(html, made)
-        shown_lock = where if ours or result["calls"] else None
-        emit(made, as_json, records, f"optimize {Path(target).name} {precision}", lambda: show(result, shown_lock))
+        if folder:
+            of_folder(target, asked, where, seconds, html, records, as_json)
+        else:
+            by_plans(target, precision, again, where, seconds, html, records, as_json)
+
+
+def by_plans(
+    target: str, precision: str, again: bool, where: Path, seconds: float, html: str | None, records: str, as_json: bool
+) -> None:
+    """A built-in model, or what a function returned: the ways to run it."""
+    from whet.commands._memory import refuse_what_does_not_fit
+    from whet.lock import Lock
+    from whet.plans import best_plan
+    from whet.report import record
+
+    known, ours = Lock.read(where), not target.partition(":")[0].endswith(".py")
+    if ours:
+        refuse_what_does_not_fit(known, target, precision, again)
+    with progress_bar(not as_json) as progress:
+        result = best_plan(target, known, precision, again, seconds, progress)
+    made = record.make(f"whet optimize {target} --precision {precision}", result)
+    if html:
+        write_page(html, made)
+    shown_lock = where if ours or result["calls"] else None
+    emit(made, as_json, records, f"optimize {Path(target).name} {precision}", lambda: show(result, shown_lock))
+
+
+def of_folder(
+    target: str, asked: "FolderOptions", where: Path, seconds: float, html: str | None, records: str, as_json: bool
+) -> None:
+    """A Hugging Face folder: what whet.optimize replaces in its model."""
+    from whet.commands._folder import optimized_folder
+    from whet.lock import Lock
+    from whet.report import record
+
+    with progress_bar(not as_json) as progress:
+        command, measured, lines = optimized_folder(target, asked, Lock.read(where), seconds, progress)
+    made = record.make(command, measured)
+    if html:
+        write_page(html, made)
+    infer, dry = measured["kind"] != "train", asked.dry_run
+    name = f"optimize {measured['target']}{' infer' * infer}{' dry run' * dry}"
+    emit(made, as_json, records, name, lambda: show_folder(measured, lines, None if dry else where))
+
+
+def show_folder(measured: dict, lines: list[str], lock: Path | None) -> None:
+    """What was taken, its calls and their candidates, the groups that were replaced, and what was left."""
+    from whet.report import swap_tables, tables
+
+    for line in lines:
+        console.print(line)
+    if measured["entries"]:
+        tables.show_calls(console, measured["entries"])
+    swap_tables.show(console, measured)
+    for line in tables.busy(measured["entries"]):
+        console.print(line)
+    if lock is not None:
+        console.print(f"lock: {lock}")
+
+
+def refuse_other_options(folder: bool, given: list[str], precision: str, again: bool) -> None:
+    """ValueError where an option was given that this kind of target does not have."""
+    if not folder and given:
+        raise ValueError(f"optimize: {given[0]} is for a Hugging Face folder, and the target is none")
+    if folder and (precision != "float32" or again):
+        what = "--again measures plans anew, and a folder has none" if again else "--precision is for plans; use --dtype"
+        raise ValueError(f"optimize: {what}")
 
 
 def show(result: dict, lock: Path | None) -> None:

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 
 from whet.figures import ms
 from whet.race import FASTEST, NOISY
-from whet.report import findings, tables
+from whet.report import findings, swap_tables, tables
 from whet.report.cells import aligned, breakable, number, share, shown, text
 from whet.report.findings import OUTSIDE, PHASES, module, none_found, work
 from whet.report.roofline import Point, plot
@@ -22,6 +22,7 @@ POINTS = 14  # in the roofline: more labels than that cover one another
 KINDS = {"train": "one training step", "forward": "one forward pass", "decode": "one decoded token"}
 SECTIONS = {
     "checked": ("findings", "Findings"), "applied": ("applied", "Applied"),
+    "swapped": ("swapped", "Replaced"),
     "breakdown": ("breakdown", "Breakdown"), "parts": ("parts", "Inside a layer"),
     "roofline": ("roofline", "Roofline"), "kernels": ("kernels", "Kernels"), "plans": ("plans", "Plans"),
     "choices": ("choices", "Kernel choices"), "memory": ("memory", "Memory"), "whatif": ("whatif", "Fusing"),
@@ -45,7 +46,8 @@ def view(made: dict) -> dict:
     found = {
         **head(made, m), "findings": [finding(f, step) for f in m.get("findings") or []], "checked": "findings" in m,
         "none_found": none_found(m), "overlap": m.get("overlap") or "", "unseen": m.get("unseen") or "",
-        "applied": applied(m), "breakdown": breakdown(m, rows, kinds, step), "memory": memory(m),
+        "applied": applied(m), "swapped": swap_tables.view(m), "memory": memory(m),
+        "breakdown": breakdown(m, rows, kinds, step),
         "modules": findings.modules_table(m), "roofline": roofline(points, m),
         "parts": findings.layers_table(m), "kernels": findings.kernels_table(m), "whatif": findings.whatif_table(m),
         "choices": choices(entries), "candidates": tables.calls_table(entries), "plans": tables.plans_table(m),
@@ -58,7 +60,7 @@ def view(made: dict) -> dict:
 def head(made: dict, m: dict) -> dict:
     command = made.get("command") or "whet"
     target = m.get("target") or command
-    sentence = m.get("sentence") or (outcome(m) if m.get("plans") else "")
+    sentence = m.get("sentence") or (outcome(m) if m.get("plans") else swap_tables.sentence(m) if "groups" in m else "")
     words = command.split()
     name = " ".join(words[:2]) if words[0] == "whet" else words[0]
     return {

@@ -6,9 +6,14 @@ from whet.report.markdown import absent, bullets, by_machine, read, short, sourc
 from whet.report.tables import machine_table, plan_label, plans_table
 
 
+def planned(root: Path) -> dict[str, dict]:
+    """The records of `whet optimize` that have plans: those of a model's folder have replaced modules instead."""
+    return {name: r for name, r in read(root, "optimize").items() if "plans" in r["measured"]}
+
+
 def built_in(root: Path) -> dict[str, dict]:
     """The records of `whet optimize` of the models in whet/models: what a user's function returned is in no page of theirs."""
-    return {name: r for name, r in read(root, "optimize").items() if ".py:" not in r["measured"]["target"]}
+    return {name: r for name, r in planned(root).items() if ".py:" not in r["measured"]["target"]}
 
 
 def main_run(root: Path) -> tuple[str, dict] | None:
@@ -21,7 +26,7 @@ def main_run(root: Path) -> tuple[str, dict] | None:
 def plans(root: Path) -> str:
     """What `whet optimize` found, one table per record."""
     parts = []
-    for name, r in read(root, "optimize").items():
+    for name, r in planned(root).items():
         result = r["measured"]
         tie = " (a tie: the simpler is kept)" if result["tied"] else ""
         stored = " The plans were read from the lock, not measured again by this command." if result.get("from_lock") else ""

@@ -26,7 +26,7 @@ def mode_label(e: dict) -> str:
 
 def plan_label(name: str) -> str:
     """A plan's name as it is printed, or a text that names it: "eager" becomes "stock", since eager is an impl's name."""
-    return re.sub(r"(^|kept )eager\b( \+ choices)?", lambda m: m[1] + ("choices" if m[2] else "stock"), name)
+    return re.sub(r"(^|kept )eager\b(?: \+ (choices|swapped))?", lambda m: m[1] + (m[2] or "stock"), name)
 
 
 def spread(item: dict) -> float | None:

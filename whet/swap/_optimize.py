@@ -9,10 +9,11 @@ import torch
 from torch import nn
 
 from whet.choices import Choices, Recorder
-from whet.figures import error_line, ms
+from whet.figures import error_line
 from whet.judge import Verdict
 from whet.lock import Lock
 from whet.measure import now, race
+from whet.op import discover
 from whet.swap import Edit, Left, Met, Site
 from whet.swap._proof import cast, edited, floating, prove, upstream
 from whet.swap._replace import Replaced, as_call, cut, met_in, quiet, recognise, uncached
@@ -35,48 +36,67 @@ class SiteGroup:
     after_ms: float | None = None
     why: str = ""
     replaced: bool = True
+    impls: dict[str, str] = field(default_factory=dict)  # {op: the candidate that serves it}
 
     @property
     def share(self) -> float:
         """Of the error budget, the most that a site used."""
         return max(v.share for _, v in self.sites)
 
+    def to_record(self) -> dict:
+        return {
+            "kind": self.kind, "what": self.words, "modules": len(self.sites), "paths": [s.path for s, _ in self.sites],
+            "impls": self.impls, "share": self.share, "before_ms": self.before_ms, "after_ms": self.after_ms,
+            "speedup": ratio(self.before_ms, self.after_ms), "why": self.why,
+        }
+
 
 @dataclass
 class Optimized:
-    """What optimize() did to a model: print it."""
+    """What optimize() did to a model: print it; to_record() gives its figures."""
 
     model: nn.Module
     replaced: Replaced
     groups: list[SiteGroup] = field(default_factory=list)
     choices: Choices = field(default_factory=Choices)
+    entries: dict[str, dict] = field(default_factory=dict)  # the lock's, of the calls that the replacements make
     mode: str = "train"
     before_ms: float | None = None
     after_ms: float | None = None
     note: str = ""
     seconds: float = 0.0
+    dry: bool = False  # parts were found and proved, none replaced and none timed
+
+    @property
+    def kept(self) -> list[SiteGroup]:
+        """The groups that are replaced now."""
+        return [g for g in self.groups if g.replaced and self.replaced.sites and not self.dry]
 
     def __repr__(self) -> str:
-        return f"Optimized({sum(len(g.sites) for g in self.groups if g.replaced)} modules replaced)"
+        return f"Optimized({sum(len(g.sites) for g in self.kept)} modules replaced)"
 
     def __str__(self) -> str:
-        lines: list[tuple[str, ...]] = [("kind", "what", "modules", "error / budget", "before", "after", "")]
-        for g in self.groups:
-            times = [ms(t) if t is not None else "-" for t in (g.before_ms, g.after_ms)]
-            lines.append((g.kind, g.words, str(len(g.sites)), f"{g.share:.2f}", *times, g.why))
-        widths = [max(map(len, column)) for column in zip(*lines)]
-        rows = ["  ".join(cell.ljust(width) for cell, width in zip(line, widths)).rstrip() for line in lines]
-        left: dict[tuple[str, str], list[str]] = {}
-        for item in self.replaced.left:
-            left.setdefault((item.kind, item.why), []).append(item.path or "the model")
-        for (kind, why), paths in left.items():
-            more = f" and {len(paths) - 1} more" if paths[1:] else ""
-            rows.append(f"left as it is: {kind}, {paths[0]}{more}: {why}")
-        if self.before_ms and self.after_ms:
-            what = "training step" if self.mode == "train" else "forward"
-            ratio = self.before_ms / self.after_ms
-            rows.append(f"{what}: {ms(self.before_ms)} before, {ms(self.after_ms)} after, {ratio:.2f}x")
-        return "\n".join([*rows, *([self.note] if self.note else [])])
+        from whet.report import swap_tables  # only report formats, and it stands below
+
+        return swap_tables.text(self.to_record())
+
+    def to_record(self) -> dict:
+        """Every figure as plain data that JSON can hold; what was not measured is None."""
+        kept, grouped_paths = self.kept, {(g.kind, s.path) for g in self.groups for s, _ in g.sites}
+        return {
+            "kind": "train" if self.mode == "train" else "forward", "dry_run": self.dry,
+            "before_ms": self.before_ms, "after_ms": self.after_ms, "speedup": ratio(self.before_ms, self.after_ms),
+            "groups": [g.to_record() | {"replaced": any(g is k for k in kept)} for g in self.groups],
+            "left": [
+                {"kind": x.kind, "path": x.path, "why": x.why} for x in self.replaced.left
+                if (x.kind, x.path) not in grouped_paths
+            ],
+            "entries": list(self.entries.values()), "note": self.note, "seconds": self.seconds,
+        }
+
+
+def ratio(before: float | None, after: float | None) -> float | None:
+    return before / after if before and after else None
 
 
 def optimize(
@@ -133,7 +153,9 @@ def prepared(model: nn.Module, mode: str | None, call: Met, loss: Callable | Non
     work = Workload(model, call.args, call.kwargs, "train", loss_with=loss)
     try:
         with quiet(model):
-            if mode != "infer":
+            if mode == "infer":
+                work.kind = "infer"
+            else:
                 model.train()
                 work.kind = "train" if mode == "train" or work.loss(work.forward()) is not None else "infer"
             if work.kind != "train":
@@ -159,7 +181,8 @@ def _optimize(report: Optimized, work: Workload, call: Met, lock: Lock, seconds:
     with torch.set_grad_enabled(work.kind == "train"), uncached(model):
         work.forward()
     found.restore()
-    report.choices = tune(list(recorder.calls.values()), lock, ("eager",), progress, seconds).choices["eager"]
+    tuned = tune(list(recorder.calls.values()), lock, ("eager",), progress, seconds)
+    report.choices, report.entries = tuned.choices["eager"], tuned.entries
     report.groups = grouped(found.sites)
     with uncached(model):
         heads = {g.sites[0][0].path for g in report.groups}
@@ -212,10 +235,18 @@ def toggled(site: Site, ops: Choices, run: Callable) -> Callable:
     return both
 
 
+def serving(site: Site, run: Callable, ops: Choices) -> dict[str, str]:
+    """{op: candidate} of what the site's replacement asks for in one run."""
+    recorder = Recorder()
+    toggled(site, recorder, run)()
+    return {call.op: ops.pick(discover()[call.op], call) for call, _ in recorder.calls.values()}
+
+
 def _time_group(group: SiteGroup, work: Workload, met: dict[str, Met], ops: Choices, seconds: float) -> None:
     site = group.sites[0][0]
     run = work.step if not site.path else stepper(site.module, met[site.path], work.kind == "train")
     try:
+        group.impls = serving(site, run, ops)
         raced = race({BEFORE: run, AFTER: toggled(site, ops, run)}, keep=BEFORE, seconds=seconds)
     except Exception as e:
         group.replaced, group.why = False, f"it could not be timed: {error_line(e)}"

@@ -1,0 +1,110 @@
+"""What whet.optimize did to a model, as tables and lines. All take its record: plain dicts."""
+
+import io
+import shutil
+from collections.abc import Iterator
+
+from rich.console import Console
+
+from whet.figures import ms
+from whet.race import FASTEST
+from whet.report.cells import number
+from whet.report.table import Column, Table, columns
+
+WIDTH = 160  # letters, where there is no terminal and COLUMNS says nothing
+STEPS = {"train": "training step", "forward": "forward"}
+GROUPS = (
+    Column("kind"), Column("what"), Column("modules", "{:,}"), Column("impl", rank=2), Column("error / budget", "{:.2f}", 3),
+    *columns("before ms", "after ms", form=ms), Column("speed-up", "{:.2f}x", 1), Column("note"),
+)
+
+
+def groups_table(m: dict) -> Table:
+    """One row per group of like modules, what was replaced marked."""
+    table = Table("found and proved" if m.get("dry_run") else "proved, then timed in turns with the module as it was", GROUPS)
+    for g in m.get("groups") or []:
+        table.add(
+            g.get("kind"), g.get("what"), g.get("modules"), impl(g), g.get("share"), g.get("before_ms"), g.get("after_ms"),
+            g.get("speedup"), note(m, g), marked=bool(g.get("replaced")),
+        )
+    return table
+
+
+def impl(g: dict) -> str:
+    """The candidates that serve a group, each by its op."""
+    return ", ".join(f"{op}: {name}" for op, name in (g.get("impls") or {}).items())
+
+
+def note(m: dict, g: dict) -> str:
+    """Whether the group was replaced, and why or why not."""
+    if m.get("dry_run"):
+        return "can be replaced"
+    done, why = bool(g.get("replaced")), g.get("why") or ""
+    if why == FASTEST:
+        why = "" if done or (g.get("speedup") or 0.0) > 1 else "it is faster as it was"
+    return f"{'replaced' if done else 'left'}{': ' if why else ''}{why}"
+
+
+def left_table(m: dict) -> Table:
+    """What was looked at and left as it is: one row per reason."""
+    table, reasons = Table("left as it is", columns("kind", "where", "why")), dict[tuple, list[str]]()
+    for x in m.get("left") or []:
+        reasons.setdefault((x.get("kind"), x.get("why")), []).append(x.get("path") or "the model")
+    for (kind, why), paths in reasons.items():
+        table.add(kind, f"{paths[0]} and {len(paths) - 1} more" if paths[1:] else paths[0], why)
+    return table
+
+
+def whole(m: dict) -> str:
+    """The step of the whole model before and after; nothing where it was not timed."""
+    before, after = number(m.get("before_ms")), number(m.get("after_ms"))
+    if not before or not after:
+        return ""
+    step = STEPS.get(m.get("kind") or "", "step")
+    return f"{step}: {ms(before)} ms before, {ms(after)} ms after, {before / after:.2f}x"
+
+
+def parts(m: dict) -> Iterator[Table | str]:
+    """All of it, in the order in which it is shown; what is empty is left out."""
+    yield from (part for part in (groups_table(m), left_table(m), whole(m), m.get("note") or "") if part)
+
+
+def show(console: Console, m: dict) -> None:
+    for part in parts(m):
+        console.print(part)
+
+
+def text(m: dict) -> str:
+    """The same as plain text, as wide as the terminal."""
+    width = shutil.get_terminal_size((WIDTH, 24)).columns
+    console = Console(file=io.StringIO(), width=width, color_system=None, highlight=False, markup=False, emoji=False)
+    show(console, m)
+    assert isinstance(console.file, io.StringIO)
+    return "\n".join(line.rstrip() for line in console.file.getvalue().splitlines())
+
+
+def sentence(m: dict) -> str:
+    """The result in one sentence, for the head of a page."""
+    count = sum(g.get("modules") or 0 for g in m.get("groups") or [] if g.get("replaced") or m.get("dry_run"))
+    modules = f"{count:,} module{'s' * (count != 1)}"
+    if m.get("dry_run"):
+        return f"{modules} can be replaced; nothing was timed."
+    return f"{modules} replaced. {whole(m).capitalize()}".rstrip(". ") + "."
+
+
+def view(m: dict) -> dict | None:
+    """The section of a page: bars of each group before and after, and both tables."""
+    groups = m.get("groups") or []
+    if not groups and not m.get("left"):
+        return None
+    timed = [g for g in groups if number(g.get("before_ms")) and number(g.get("after_ms"))]
+    longest = max((max(g["before_ms"], g["after_ms"]) for g in timed), default=1.0)
+    names = [f"{g.get('kind')}: {g.get('what')}" for g in timed]
+    bars = [
+        {"name": name, "replaced": bool(g.get("replaced")),
+         "speedup": f"{g['before_ms'] / g['after_ms']:.2f}x",
+         "rows": [(when, round(100 * g[f"{when}_ms"] / longest, 2), ms(g[f"{when}_ms"])) for when in ("before", "after")]}
+        for name, g in zip(names, timed)
+    ]
+    wide = min(48, max(map(len, names), default=0) + 2)
+    return {"bars": bars, "wide": wide, "whole": whole(m), "groups": groups_table(m), "left": left_table(m)}
