@@ -68,6 +68,7 @@ def draws_kept() -> Iterator[None]:
 
 def first_batch(loader: Any, size: int) -> Any:
     """A batch of the loader's: its first rows, collated as it does; what has no rows to index is iterated, and closed."""
+    data: Any
     data, collate = getattr(loader, "dataset", None), getattr(loader, "collate_fn", None)
     if collate is not None and hasattr(data, "__getitem__") and hasattr(data, "__len__"):
         return collate([data[i] for i in range(min(len(data), getattr(loader, "batch_size", None) or size))])

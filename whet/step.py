@@ -79,7 +79,10 @@ class CompiledStep:
         return StepReport((*lines, *([more] if self.others else [])))
 
     def __call__(self, batch: Any, update: bool = True) -> torch.Tensor:
-        """One step; the loss, detached. update=False adds this batch's gradients and leaves clip and optimizer to a later call."""
+        """One step; the loss, detached.
+
+        update   False: this batch's gradients are added up, and clip and optimizer left to a later call
+        """
         args, kwargs = self._inputs(batch)
         served, loss = self._served(args, kwargs), None
         if update and not self.pending and served.plan.graph:
@@ -162,7 +165,7 @@ class CompiledStep:
             except Exception as e:
                 served.without_graph(f"it could not be captured: {error_line(e)}")
         elif served.captured_with != self._facts():
-            served.without_graph("the model, its modes or the optimizer's settings changed after the capture; reset() chooses anew")
+            served.without_graph("the model, a mode or an optimizer's setting changed after the capture; reset() chooses anew")
         if served.graph is None:
             log_choices("compile_step", str(served), None, self.log_to)
             return None

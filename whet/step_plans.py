@@ -38,7 +38,13 @@ class LossOf(nn.Module):
         self.model, self.loss_of = model, loss
         given = inspect.signature(loss.forward if isinstance(loss, nn.Module) else loss).parameters.values()
         plain = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
-        self.of_batch = sum(p.kind in plain and p.default is p.empty for p in given) == 2
+        names = [p.name for p in given if p.kind in plain and p.default is p.empty]
+        if len(names) not in (1, 2) or names == ["input", "target"]:
+            raise ValueError(
+                f"compile_step: loss must take the output, or the model and the batch, got one of ({', '.join(names)}); "
+                "write loss=lambda model, batch: criterion(model(batch[0]), batch[1])"
+            )
+        self.of_batch = len(names) == 2
 
     def forward(self, *args, **kwargs):
         return self.loss_of(self.model, *args) if self.of_batch else self.loss_of(self.model(*args, **kwargs))
@@ -109,7 +115,8 @@ class CapturedLoop:
     def __init__(self, work: LoopWork, beside: "CapturedLoop | None" = None):
         assert work.optimizer is not None
         self.optimizer, self.outside = work.optimizer, outside_because(work.optimizer)
-        shared = beside.graph if beside is not None else None
+        shared: Graph | None = beside.graph if beside is not None else None
+        self.graph: Graph
         if self.outside:
             self.graph = Graph(work.to_gradients, beside=shared)
         else:
