@@ -10,12 +10,9 @@ from torch import nn
 import whet
 from whet import step as step_module
 from whet import step_plans
-from whet.choices import Choices
 from whet.judge import judge
-from whet.step_plans import AS_IT_IS, ChosenStep, LoopWork, LossOf, Rates, before_optimize, choose, outside_because
+from whet.step_plans import AS_IT_IS, ChosenStep, LoopWork, LossOf, Rates, choose, outside_because
 from whet.subjects import Plan
-from whet.swap import _optimize
-from whet.swap._replace import as_call, recognise
 
 COMPILED, GRAPH = Plan("torch.compile", "", "own", compiled=True), Plan("CUDA graph", "", "own", graph=True)
 CLIP = 0.5
@@ -171,6 +168,22 @@ def test_a_chosen_plan_is_verified_and_choosing_changes_nothing(capsys, one_thre
     )
     assert all(torch.utils._pytree.tree_flatten(same)[0])
     assert [m.training for m in model.modules()] == modes and torch.equal(torch.get_rng_state(), random)
+
+
+def test_the_graph_of_a_step_is_verified_and_raced_like_any_plan_and_a_wrong_one_is_out(monkeypatch, replays, one_thread):
+    monkeypatch.setattr(step_plans.Loop, "plans", lambda self: [GRAPH])
+    model = Small()
+    work = LoopWork(model, (), batches(1)[0], optimizer=adam(model), clip=CLIP)
+    right = choose(work, seconds=0.001)
+    assert "is out" not in right.why and "could be tried" not in right.why, right.why
+
+    class Wrong(Replayed):
+        def __call__(self):
+            return super().__call__() * 1.001
+
+    monkeypatch.setattr(step_plans, "Graph", Wrong)
+    found = choose(work, seconds=0.001)
+    assert found.plan is AS_IT_IS and "CUDA graph is out: output loss: worst error" in found.why, found.why
 
 
 def test_what_cannot_be_tried_runs_as_it_is_and_says_why(capsys):
@@ -348,33 +361,3 @@ def test_rates_are_tensors_while_lent_and_follow_what_a_scheduler_sets():
     optimizer.param_groups[0]["lr"], optimizer.param_groups[1]["lr"] = 0.125, torch.tensor(2.0)
     rates.follow()
     assert [t.item() for t in rates.tensors] == [0.125, 2.0]
-
-
-def test_a_model_that_was_optimised_is_verified_against_what_it_was(monkeypatch):
-    class Norm(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.weight, self.eps = nn.Parameter(torch.rand(12) + 0.5), 1e-5
-
-        def forward(self, x):
-            return x * (x * x).mean(-1, keepdim=True).add(self.eps).rsqrt() * self.weight
-
-    class Normed(Small):
-        def __init__(self):
-            super().__init__()
-            self.first = Norm()
-
-        def forward(self, x, labels=None):
-            return super().forward(self.first(x), labels)
-
-    model, batch = Normed(), batches(1)[0]
-    found = recognise(model, as_call(batch), Choices(), only=("norms",))
-    assert [s.path for s, _ in found.sites] == ["first"]
-    model.__dict__["whet"] = _optimize.Optimized(model, found)
-    found.ask(Choices())
-    with before_optimize(model):
-        assert "forward" not in vars(model.first)
-    assert "forward" in vars(model.first)
-    monkeypatch.setattr(step_plans.Loop, "plans", lambda self: [])
-    chosen = choose(LoopWork(model, (), batch, optimizer=adam(model)), seconds=0.001)
-    assert chosen.why == "no other plan passed" and "forward" in vars(model.first) and model.whet.replaced is found

@@ -23,12 +23,16 @@ PLAIN = (bool, int, float, str, type(None), torch.dtype, torch.device)
 
 @dataclass
 class ServedShape:
-    """What serves batches of one shape."""
+    """What serves batches of one shape.
+
+    reports  what whet.optimize had done to the model: held, so that their ids stay theirs
+    """
 
     words: str
     plan: Plan
     why: str
     work: LoopWork
+    reports: list
     graph: CapturedLoop | None = None
     captured_with: Hashable = None
 
@@ -112,13 +116,14 @@ class CompiledStep:
         return loss
 
     def _served(self, args: tuple, kwargs: dict) -> ServedShape:
-        key = self._key(args, kwargs)
+        reports = [m.__dict__["whet"] for m in self.modules if "whet" in m.__dict__]
+        key = (tuple(map(id, reports)), self._key(args, kwargs))
         if key in self.served:
             return self.served[key]
         work = LoopWork(self.model, args, kwargs, "train", self.optimizer, self.precision, clip=self.clip)
         if len(self.served) >= SHAPES:
             self.others += 1
-            return ServedShape("", AS_IT_IS, "", work)
+            return ServedShape("", AS_IT_IS, "", work, reports)
         strange = next((x for x in tree_flatten((args, kwargs))[0] if not isinstance(x, (torch.Tensor, *PLAIN))), None)
         if strange is not None:
             plan, why, figures = AS_IT_IS, f"the batch holds a {type(strange).__name__}, whose tensors are not seen", {}
@@ -130,7 +135,7 @@ class CompiledStep:
         if plan.graph and (outside := outside_because(self.optimizer)):
             why += f"; the optimizer runs outside the graph: {outside}"
         work.args, work.kwargs = (), {}
-        served = self.served[key] = ServedShape(described(args, kwargs), plan, why, work)
+        served = self.served[key] = ServedShape(described(args, kwargs), plan, why, work, reports)
         log_choices("compile_step", str(served), figures, self.log_to)
         return served
 
@@ -152,7 +157,6 @@ class CompiledStep:
             tuple((p.data_ptr(), p.requires_grad) for p in self.params), tuple(m.training for m in self.modules),
             tuple(repr(group.get(k)) for group in self.optimizer.param_groups for k in constants),
             tuple(len(group["params"]) for group in self.optimizer.param_groups),
-            tuple(id(m.__dict__["whet"]) for m in self.modules if "whet" in m.__dict__),
         )
 
     def _replayed(self, served: ServedShape, args: tuple, kwargs: dict) -> torch.Tensor | None:

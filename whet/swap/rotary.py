@@ -36,11 +36,13 @@ def rotation(ops, theirs: Callable) -> Callable:
 
 
 def with_globals(function: types.FunctionType, **names) -> types.FunctionType:
-    """The same function, in whose eyes these global names mean something else."""
-    made = types.FunctionType(
-        function.__code__, {**function.__globals__, **names}, function.__name__, function.__defaults__, function.__closure__
-    )
-    made.__kwdefaults__ = function.__kwdefaults__
+    """The same function, in whose eyes these global names mean something else.
+
+    Its globals have no __name__: torch.compile would look the names up in the module that is called so.
+    """
+    scope = {k: v for k, v in function.__globals__.items() if k != "__name__"} | names
+    made = types.FunctionType(function.__code__, scope, function.__name__, function.__defaults__, function.__closure__)
+    made.__kwdefaults__, made.__module__ = function.__kwdefaults__, function.__module__
     return made
 
 
