@@ -298,7 +298,7 @@ def test_every_plan_is_tried_under_a_graph_too_and_a_compiled_one_is_built_once(
             super().__init__(trial, plan, *rest)
 
     monkeypatch.setattr(whet.plans, "PlanRunner", Counted)
-    monkeypatch.setattr(whet.plans, "Graph", Replay)
+    monkeypatch.setattr("whet.workload.Graph", Replay)
     monkeypatch.setattr(torch, "compile", lambda module, **_: module)
     trial = whet.plans.Trial(SUBJECT, "float32", 0.02)
     trial.graphs, trial.choices = True, {mode: Choices() for mode in ("eager", "graph", "compile")}
@@ -324,7 +324,7 @@ def test_a_plan_that_cannot_be_captured_keeps_its_uncaptured_result(monkeypatch)
     def refuse(run):
         raise RuntimeError("operation not permitted when stream is capturing")
 
-    monkeypatch.setattr(whet.plans, "Graph", refuse)
+    monkeypatch.setattr("whet.workload.Graph", refuse)
     monkeypatch.setattr(torch, "compile", lambda module, **_: module)
     trial = whet.plans.Trial(SUBJECT, "float32", 0.02)
     trial.graphs = True

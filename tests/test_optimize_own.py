@@ -231,7 +231,7 @@ def test_a_model_whose_parts_cannot_be_looked_at_runs_as_it_is(uncompiled, monke
 
 
 def test_on_a_gpu_the_step_is_captured_as_it_is_and_compiled(file, uncompiled, monkeypatch):
-    monkeypatch.setattr(whet.plans, "Graph", lambda run: run)
+    monkeypatch.setattr("whet.workload.Graph", lambda run: run)
     subject = subject_of(f"{file}:trained")
     trial = Trial(subject, "float32", 0.02)
     trial.graphs, subject.device = True, "cuda"

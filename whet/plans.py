@@ -15,7 +15,6 @@ import torch
 
 from whet.choices import Choices
 from whet.figures import error_line
-from whet.graphs import Graph
 from whet.lock import Lock
 from whet.machine import commit
 from whet.measure import Race, memory_allocated, now, race
@@ -79,7 +78,7 @@ class PlanRunner:
 
     def capture(self) -> None:
         """From now on a step is the replay of one CUDA graph: forward, backward and optimizer."""
-        self.step = Graph(self.work.outcome)
+        self.step = self.work.captured()
 
     @torch.no_grad()
     def restore(self) -> None:
@@ -245,6 +244,10 @@ class Trial:
                     self.results[name].lost(_reason(e.cause))
                     del self.entered[name]
         self.entered.clear()
+        self.let_go()
+
+    def let_go(self) -> None:
+        """The memory of plans that were raced, and what torch.compile made for them."""
         if "torch._dynamo" in sys.modules:
             torch._dynamo.reset()
         gc.collect()

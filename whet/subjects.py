@@ -135,6 +135,7 @@ class Given:
 
     target: Target
     stored: bool = field(default=False, init=False)
+    makes = Workload  # what a copy becomes
 
     def __post_init__(self):
         t = self.target
@@ -195,7 +196,9 @@ class Given:
             raise CannotRun(f"{self.name}: the model cannot be copied: {raised_at(e)}") from e
         if optimizer is not None:
             optimizer.state.clear()
-        return Workload(model, args, kwargs, t.kind, optimizer, loss_with=t.loss_with, around=t.around)
+        return self.makes(
+            model, args, kwargs, t.kind, optimizer, t.precision, loss_with=t.loss_with, around=t.around, clip=t.clip
+        )
 
     def before(self) -> Plan:
         return Plan(BEFORE, "", "own")
@@ -258,7 +261,7 @@ class Given:
         )
         for module in asks(work.model):
             module.ops = Choices(default="eager")
-        work.optimizer = None
+        work.optimizer = work.precision = None
         return self._tried(work.evidence, "the step in float64, which every plan is compared to,")
 
     def workload(self, plan: Plan, choices: Choices | None, precision: str) -> Workload:
@@ -272,9 +275,7 @@ class Given:
                 group["capturable"] = True
         work.precision = asked(precision)
         if plan.compiled:
-            m = work.model
-            alone = isinstance(m.forward, types.MethodType) and not m._forward_hooks and not m._forward_pre_hooks
-            work.run = torch.compile(own_code(m.forward) if alone else m, dynamic=False)
+            work.run = compiled_forward(work.model)
         return work
 
     def weights(self, plan: Plan) -> Mapping[str, torch.Tensor]:
@@ -282,6 +283,12 @@ class Given:
 
     def canonical(self, gradients: Mapping) -> dict:
         return dict(gradients)
+
+
+def compiled_forward(model: nn.Module) -> Callable:
+    """The model's forward under torch.compile, with a cache of its own where nothing is hooked around it."""
+    alone = isinstance(model.forward, types.MethodType) and not model._forward_hooks and not model._forward_pre_hooks
+    return torch.compile(own_code(model.forward) if alone else model, dynamic=False)
 
 
 Subject = BuiltIn | Given

@@ -17,6 +17,7 @@ import torch
 from torch import nn
 
 from whet.choices import Choices, Recorder
+from whet.graphs import Graph
 from whet.op import Call
 
 ROUNDING = {"float32": None, "tf32": 2.0**-10, "bfloat16": torch.finfo(torch.bfloat16).eps}  # of a product's operands
@@ -103,6 +104,8 @@ class Workload:
     loss_with   makes the loss of what the model returns, where that is done outside it
     around      a context that the forward is to run in: a script's autocast
     run         called in the model's place: the same model, compiled
+    clip        the norm that gradients are clipped to before the optimizer sees them
+    accumulate  gradients are added to those that are there
     """
 
     model: nn.Module
@@ -114,6 +117,8 @@ class Workload:
     loss_with: Callable[[Any], torch.Tensor | None] | None = None
     around: Callable[[], contextlib.AbstractContextManager] = contextlib.nullcontext
     run: Callable | None = None
+    clip: float | None = None
+    accumulate: bool = False
 
     @property
     def device(self) -> str:
@@ -140,7 +145,8 @@ class Workload:
 
     def forward_to_loss(self) -> torch.Tensor:
         """The first phase: gradients of the step before are let go, then the forward."""
-        self.clear()
+        if not self.accumulate:
+            self.clear()
         loss = self.loss(self.forward())
         if loss is None:
             raise NoLoss("the model returned no loss: a scalar, .loss or ['loss']")
@@ -156,14 +162,25 @@ class Workload:
             with phase("forward"), torch.no_grad():
                 self.forward()
             return None
+        loss = self.to_gradients(phase)
+        if self.optimizer is not None:
+            with phase("optimizer"):
+                self.optimizer.step()
+        return loss
+
+    def to_gradients(self, phase: Phase = lambda name: contextlib.nullcontext()) -> torch.Tensor:
+        """A training step up to its optimizer; the loss."""
         with phase("forward"):
             loss = self.forward_to_loss()
         with phase("backward"):
             self.backward(loss)
-        if self.optimizer is not None:
-            with phase("optimizer"):
-                self.optimizer.step()
+            if self.clip is not None:
+                torch.nn.utils.clip_grad_norm_(self.model.parameters(), self.clip)
         return loss.detach()
+
+    def captured(self) -> Callable:
+        """This step as the replay of one CUDA graph."""
+        return Graph(self.outcome)
 
     def gradients(self) -> dict[str, torch.Tensor]:
         return {name: p.grad for name, p in self.model.named_parameters() if p.grad is not None}

@@ -19,6 +19,7 @@ from whet.report.templates import fill
 
 GROUPS = {
     "Your own model": ("swap._optimize.optimize", "swap._optimize.restore", "swap._optimize.Optimized"),
+    "Your own training loop": ("step.compile_step", "step.CompiledStep", "callback.TrainerCallback"),
     "Choosing kernels": (
         "choices.Choices", "choices.use", "choices.Recorder", "tune.tune", "lock.Lock.read", "lock.Lock.table",
         "plans.best_plan",

@@ -38,10 +38,10 @@ def rotation(ops, theirs: Callable) -> Callable:
 def with_globals(function: types.FunctionType, **names) -> types.FunctionType:
     """The same function, in whose eyes these global names mean something else.
 
-    The names are those of no module: torch.compile would look a module's up in the module, and find what was there before.
+    Its globals have no __name__: torch.compile would look the names up in the module that is called so.
     """
-    seen = {k: v for k, v in function.__globals__.items() if k != "__name__"} | names
-    made = types.FunctionType(function.__code__, seen, function.__name__, function.__defaults__, function.__closure__)
+    scope = {k: v for k, v in function.__globals__.items() if k != "__name__"} | names
+    made = types.FunctionType(function.__code__, scope, function.__name__, function.__defaults__, function.__closure__)
     made.__kwdefaults__, made.__module__ = function.__kwdefaults__, function.__module__
     return made
 

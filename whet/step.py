@@ -1,0 +1,261 @@
+"""whet.compile_step: forward, backward, clip and optimizer of a training loop, run by the best plan for each shape of batch."""
+
+import contextlib
+from collections.abc import Callable, Hashable, Iterator, Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils._pytree import tree_flatten, tree_map_only
+
+from whet.diagnose.target import as_inputs
+from whet.figures import error_line
+from whet.step_plans import AS_IT_IS, CapturedLoop, LoopWork, LossOf, choose, outside_because
+from whet.subjects import Plan, compiled_forward
+from whet.swap._replace import quiet
+from whet.trackers import log_choices
+from whet.workload import PRECISIONS, NoLoss
+
+SHAPES = 4  # that a plan is chosen for: each may compile and hold a graph of its own
+PLAIN = (bool, int, float, str, type(None), torch.dtype, torch.device)
+
+
+@dataclass
+class ServedShape:
+    """What serves batches of one shape.
+
+    reports  what whet.optimize had done to the model: held, so that their ids stay theirs
+    """
+
+    words: str
+    plan: Plan
+    why: str
+    work: LoopWork
+    reports: list
+    graph: CapturedLoop | None = None
+    captured_with: Hashable = None
+
+    def __str__(self) -> str:
+        return f"{self.words}: {self.plan.name}: {self.why}"
+
+    def without_graph(self, why: str) -> None:
+        """From now on the same plan without its CUDA graph."""
+        name = "torch.compile" if self.plan.compiled else AS_IT_IS.name
+        self.plan, self.graph, self.why = replace(self.plan, name=name, graph=False), None, f"{why}; {self.why}"
+
+
+@dataclass(frozen=True)
+class StepReport:
+    """Which plan serves which shape of batch, and why: print it."""
+
+    lines: tuple[str, ...]
+
+    def __str__(self) -> str:
+        return "\n".join(self.lines) or "no batch yet"
+
+
+class CompiledStep:
+    """A training step to be called with a batch; `report` says which plan serves which shape. Made by compile_step."""
+
+    def __init__(
+        self, model: nn.Module, optimizer: torch.optim.Optimizer, loss: Callable | None, clip: float | None,
+        precision: str | None, seconds: float, log_to: Any,
+    ):
+        if isinstance(model, torch._dynamo.OptimizedModule):
+            model = model._orig_mod
+        self.model: nn.Module = model if loss is None else LossOf(model, loss)
+        self.optimizer, self.clip, self.precision = optimizer, clip, precision
+        self.seconds, self.log_to = seconds, log_to
+        self.reset()
+        self.updates, self.pending = 0, False
+
+    def reset(self) -> None:
+        """Forget every plan: the next batch of each shape is chosen for anew."""
+        self.served: dict[Hashable, ServedShape] = {}
+        self.others = 0
+        self.params, self.modules = list(self.model.parameters()), list(self.model.modules())
+
+    @property
+    def report(self) -> StepReport:
+        lines = [str(s) for s in self.served.values()]
+        more = f"{self.others} steps of other shapes: {AS_IT_IS.name}: plans are chosen for the first {SHAPES} shapes"
+        return StepReport((*lines, *([more] if self.others else [])))
+
+    def __call__(self, batch: Any, update: bool = True) -> torch.Tensor:
+        """One step; the loss, detached.
+
+        update   False: this batch's gradients are added up, and clip and optimizer left to a later call
+        """
+        args, kwargs = self._inputs(batch)
+        served, loss = self._served(args, kwargs), None
+        if update and not self.pending and served.plan.graph:
+            loss = self._replayed(served, args, kwargs)
+        if loss is None:
+            loss = self._run(served, args, kwargs, update)
+        self.pending = not update
+        self.updates += update
+        return loss
+
+    def _inputs(self, batch: Any) -> tuple[tuple, dict]:
+        if isinstance(self.model, LossOf) and self.model.of_batch:
+            return (dict(batch) if isinstance(batch, Mapping) else batch,), {}
+        return as_inputs(batch)
+
+    def _run(self, served: ServedShape, args: tuple, kwargs: dict, update: bool) -> torch.Tensor:
+        """By the plan without a graph."""
+        work = replace(served.work, args=args, kwargs=kwargs, accumulate=self.pending, clip=self.clip if update else None)
+        try:
+            loss = work.step() if update else work.to_gradients()
+        except NoLoss:
+            raise ValueError(
+                "compile_step: the model returned no loss: a scalar, .loss or ['loss']; give loss=, a function of its output "
+                "or of the model and the batch"
+            ) from None
+        assert loss is not None
+        return loss
+
+    def _served(self, args: tuple, kwargs: dict) -> ServedShape:
+        reports = [m.__dict__["whet"] for m in self.modules if "whet" in m.__dict__]
+        key = (tuple(map(id, reports)), self._key(args, kwargs))
+        if key in self.served:
+            return self.served[key]
+        work = LoopWork(self.model, args, kwargs, "train", self.optimizer, self.precision, clip=self.clip)
+        if len(self.served) >= SHAPES:
+            self.others += 1
+            return ServedShape("", AS_IT_IS, "", work, reports)
+        strange = next((x for x in tree_flatten((args, kwargs))[0] if not isinstance(x, (torch.Tensor, *PLAIN))), None)
+        if strange is not None:
+            plan, why, figures = AS_IT_IS, f"the batch holds a {type(strange).__name__}, whose tensors are not seen", {}
+        else:
+            chosen = choose(work, self.seconds)
+            plan, why, figures = chosen.plan, chosen.why, chosen.figures
+        if plan.compiled:
+            work.run = compiled_forward(self.model)
+        if plan.graph and (outside := outside_because(self.optimizer)):
+            why += f"; the optimizer runs outside the graph: {outside}"
+        work.args, work.kwargs = (), {}
+        served = self.served[key] = ServedShape(described(args, kwargs), plan, why, work, reports)
+        log_choices("compile_step", str(served), figures, self.log_to)
+        return served
+
+    def _key(self, args: tuple, kwargs: dict) -> Hashable:
+        """What a plan holds for: shapes and layouts of the batch, its other values, and the precision set around the loop."""
+        leaves, spec = tree_flatten((args, kwargs))
+        facts = tuple(
+            (x.shape, x.stride(), x.dtype, x.device) if isinstance(x, torch.Tensor)
+            else (type(x), x if isinstance(x, PLAIN) else None) for x in leaves
+        )
+        kind = self.params[0].device.type if self.params else "cpu"
+        autocast = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else None
+        return str(spec), facts, autocast, torch.get_float32_matmul_precision()
+
+    def _facts(self) -> Hashable:
+        """What a captured graph has fixed: where parameters lie, which are trained, modes, and the optimizer's constants."""
+        constants = [k for k in self.optimizer.defaults if k != "lr"]
+        return (
+            tuple((p.data_ptr(), p.requires_grad) for p in self.params), tuple(m.training for m in self.modules),
+            tuple(repr(group.get(k)) for group in self.optimizer.param_groups for k in constants),
+            tuple(len(group["params"]) for group in self.optimizer.param_groups),
+        )
+
+    def _replayed(self, served: ServedShape, args: tuple, kwargs: dict) -> torch.Tensor | None:
+        """By the plan's CUDA graph, captured when first wanted; None where it cannot serve this step."""
+        if served.graph is None:
+            if not outside_because(self.optimizer) and not self.updates and not self.optimizer.state:
+                return None  # the first step makes the optimizer's state, which a graph must find
+            try:
+                self._capture(served, args, kwargs)
+            except Exception as e:
+                served.without_graph(f"it could not be captured: {error_line(e)}")
+        elif served.captured_with != self._facts():
+            served.without_graph("the model, a mode or an optimizer's setting changed after the capture; reset() chooses anew")
+        if served.graph is None:
+            log_choices("compile_step", str(served), None, self.log_to)
+            return None
+        mine = tree_flatten((served.work.args, served.work.kwargs))[0]
+        for held, given in zip(mine, tree_flatten((args, kwargs))[0]):
+            if isinstance(held, torch.Tensor):
+                held.copy_(given, non_blocking=True)
+        return served.graph().clone()
+
+    def _capture(self, served: ServedShape, args: tuple, kwargs: dict) -> None:
+        """The warm-up before a capture runs steps: weights and optimizer are afterwards as they were."""
+        work = served.work
+        work.args, work.kwargs = tree_map_only(torch.Tensor, lambda t: t.detach().clone(), (args, kwargs))
+        beside = next((s.graph for s in self.served.values() if s.graph is not None), None)
+        with unchanged(self.model, self.optimizer):
+            served.graph = work.captured(beside)
+        served.captured_with = self._facts()
+
+
+@contextlib.contextmanager
+def unchanged(model: nn.Module, optimizer: torch.optim.Optimizer) -> Iterator[None]:
+    """Weights, buffers, optimizer state and random numbers are afterwards as they were, in the memory that they have."""
+    tensors = [(p, p.detach().clone()) for p in {id(p): p for g in optimizer.param_groups for p in g["params"]}.values()]
+    state = {p: tree_map_only(torch.Tensor, lambda t: t.detach().clone(), dict(kept)) for p, kept in optimizer.state.items()}
+    made = False
+    with quiet(model):
+        try:
+            yield
+        finally:
+            with torch.no_grad():
+                for p, before in tensors:
+                    p.copy_(before)
+                for p in list(optimizer.state):
+                    made |= not set(optimizer.state[p]) <= set(state.get(p, ()))
+                    _put_back(optimizer.state, p, state.get(p))
+    if made:
+        raise RuntimeError("the optimizer made new state while the step was captured")
+
+
+def _put_back(state: Any, p: torch.Tensor, before: dict | None) -> None:
+    if before is None:
+        del state[p]
+        return
+    for name in list(state[p]):
+        if name not in before:
+            del state[p][name]
+        elif isinstance(before[name], torch.Tensor):
+            state[p][name].copy_(before[name])
+        else:
+            state[p][name] = before[name]
+
+
+def described(args: tuple, kwargs: dict) -> str:
+    """'input_ids (8, 512), labels (8, 512)'."""
+    def words(x: Any) -> str:
+        if isinstance(x, torch.Tensor):
+            return str(tuple(x.shape))
+        if isinstance(x, (tuple, list)):
+            return ", ".join(map(words, x))
+        if isinstance(x, Mapping):
+            return ", ".join(f"{k} {words(v)}" for k, v in x.items())
+        return str(x) if isinstance(x, PLAIN) else type(x).__name__
+
+    return ", ".join([*map(words, args), *([words(kwargs)] if kwargs else [])])
+
+
+def compile_step(
+    model: nn.Module, optimizer: torch.optim.Optimizer, loss: Callable | None = None, clip: float | None = None,
+    precision: str | None = None, *, seconds: float = 0.3, log_to: Any = None,
+) -> CompiledStep:
+    """A training step that runs by the best plan: `loss = step(batch)` is forward, backward, clip and optimizer.
+
+    loss       None where the model returns its loss; loss(output), as whet.optimize takes it; or loss(model, batch)
+    clip       the norm that gradients are clipped to; None: they are not
+    precision  "float32", "tf32" or "bfloat16" (autocast); None: whatever the process is set to
+    seconds    time to race each plan, once for each shape of batch
+    log_to     a TensorBoard SummaryWriter for the choices; None: the active W&B run, else one line on stdout
+    At the first batch of a shape, plans are verified and raced on copies: the step as it is, torch.compile, and on a GPU
+    the CUDA graph of each. `step(batch, update=False)` accumulates gradients; `print(step.report)` shows what serves what.
+    """
+    if not isinstance(model, nn.Module):
+        raise ValueError(f"compile_step: model must be a torch.nn.Module, got {type(model).__name__}")
+    if not isinstance(optimizer, torch.optim.Optimizer):
+        raise ValueError(f"compile_step: optimizer must be a torch.optim.Optimizer, got {type(optimizer).__name__}")
+    if precision not in (None, *PRECISIONS):
+        raise ValueError(f"compile_step: precision must be one of {PRECISIONS} or None, got {precision!r}")
+    if clip is not None and not clip > 0:
+        raise ValueError(f"compile_step: clip must be a norm above 0 or None, got {clip!r}")
+    return CompiledStep(model, optimizer, loss, clip, precision, seconds, log_to)
