@@ -84,9 +84,10 @@ def met_in(model: nn.Module, call: Met, only: set[str] | None = None) -> dict[st
 @contextlib.contextmanager
 def uncached(model: nn.Module) -> Iterator[None]:
     """A Hugging Face model keeps no keys and values of a forward: a cache is one object that every layer changes."""
-    journal, config = Journal(), getattr(model, "config", None)
-    if getattr(config, "use_cache", False):
-        journal.make([Edit(config, "use_cache", False)])
+    journal, configs = Journal(), [getattr(m, "config", None) for m in model.modules()]  # a decoder may have its own
+    for config in {id(c): c for c in configs}.values():
+        if getattr(config, "use_cache", False) is True:
+            journal.make([Edit(config, "use_cache", False)])
     try:
         yield
     finally:
