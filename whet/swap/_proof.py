@@ -144,6 +144,8 @@ def prove(site: Site, call: Met, ops: Choices) -> Verdict:
         asked = Asked(ops)
         with edited(twin, site, cast_to(Choices, asked)):
             ours = ran(twin, rounded, dtype, site.compares)
+            if not any(k.startswith("output") for k in ours):
+                return Verdict(False, why="it returns no floating-point tensor that could be compared")
             if not asked.any:
                 return Verdict(False, why=site.unasked)
             if site.serves is not None and not site.serves(twin):

@@ -108,15 +108,25 @@ def quiet(model: nn.Module) -> Iterator[None]:
                     b.copy_(before)
 
 
-def recognise(model: nn.Module, call: Met, ops: Choices, only: tuple[str, ...] = ()) -> Replaced:
-    """Find and prove, without changing the model. only: names of recognisers."""
+def recognise(
+    model: nn.Module, call: Met, ops: Choices, only: tuple[str, ...] = (), keep_logits: bool | None = None
+) -> Replaced:
+    """Find and prove, without changing the model. only: names of recognisers; keep_logits as optimize() takes it."""
     found, seen = Replaced(model), met_in(model, cut(call))
     with uncached(model):
-        _recognise(model, seen, ops, only, found)
+        _recognise(model, seen, ops, only, found, keep_logits)
     return found
 
 
-def _recognise(model: nn.Module, seen: dict[str, Met], ops: Choices, only: tuple[str, ...], found: Replaced) -> None:
+def drops_too_much(site: Site, keep_logits: bool | None) -> str | None:
+    if not site.drops or keep_logits is False or (keep_logits is None and site.drops == "unless kept"):
+        return None
+    return f"{site.words}: the model's logits are kept; with optimize(keep_logits=False) they may be None in training"
+
+
+def _recognise(
+    model: nn.Module, seen: dict[str, Met], ops: Choices, only: tuple[str, ...], found: Replaced, keep_logits: bool | None
+) -> None:
     for name, find in discover().items():
         if only and name not in only:
             continue
@@ -128,6 +138,9 @@ def _recognise(model: nn.Module, seen: dict[str, Met], ops: Choices, only: tuple
         for item in proposals:
             if isinstance(item, Left):
                 found.left.append(replace(item, kind=name))
+                continue
+            if why := drops_too_much(item, keep_logits):
+                found.left.append(Left(item.path, why, name))
                 continue
             try:
                 verdict = prove(item, seen[item.path], ops)

@@ -102,5 +102,6 @@ def find(model: nn.Module, met: dict[str, Met]) -> Iterator[Site | Left]:
         return
     yield Site(
         "", model, edits, f"head of {head.weight.shape[0]:,} words and its loss", compares=("['loss']",),
-        serves=served, unasked="its forward computes the loss itself, or changes the logits, and never asks its loss_function",
+        serves=served, drops="unless kept",
+        unasked="its forward computes the loss itself, or changes the logits, and never asks its loss_function",
     )
