@@ -1,6 +1,7 @@
 """Models that recognisers are tried on: families of Hugging Face with their batches, and plain ones as a user writes them."""
 
 import importlib
+import math
 from collections.abc import Callable
 from typing import NamedTuple
 
@@ -55,7 +56,8 @@ def images() -> dict:
 
 
 def sound() -> dict:
-    return dict(input_features=torch.randn(2, 8, 40, generator=torch.Generator().manual_seed(2)), labels=batch()["labels"][:, :12])
+    features = torch.randn(2, 8, 40, generator=torch.Generator().manual_seed(2))
+    return dict(input_features=features, labels=batch()["labels"][:, :12])
 
 
 class Family(NamedTuple):
@@ -88,7 +90,8 @@ FAMILIES = {
         "GPT2LMHeadModel", "GPT2Config",
         dict(vocab_size=96, n_embd=64, n_layer=2, n_head=4, n_positions=64, resid_pdrop=0, embd_pdrop=0, attn_pdrop=0),
         dict(norms=5, activations=2, attention=2, lm_head=1)),
-    "GPTNeoX": Family("GPTNeoXForCausalLM", "GPTNeoXConfig", PLAIN, dict(norms=5, activations=2, rotary=2, attention=2, lm_head=1)),
+    "GPTNeoX": Family(
+        "GPTNeoXForCausalLM", "GPTNeoXConfig", PLAIN, dict(norms=5, activations=2, rotary=2, attention=2, lm_head=1)),
     "Olmo2": Family("Olmo2ForCausalLM", "Olmo2Config", SMALL, DECODER | dict(norms=9)),
     "Bert": Family(
         "BertForMaskedLM", "BertConfig", PLAIN | NO_DROPOUT, dict(norms=6, activations=3, attention=2),
@@ -145,11 +148,34 @@ class CausalSelfAttention(nn.Module):
         return self.c_proj(y.transpose(1, 2).contiguous().view(B, T, C))
 
 
+class SlowAttention(nn.Module):
+    """nanoGPT's slow path: the scores are a tensor. window: of the mask alone, as in a local attention."""
+
+    def __init__(self, n_embd: int = 64, n_head: int = 4, block: int = 160, dropout: float = 0.0, window: int = 1000):
+        super().__init__()
+        self.c_attn, self.c_proj = nn.Linear(n_embd, 3 * n_embd), nn.Linear(n_embd, n_embd)
+        self.attn_dropout, self.resid_dropout = nn.Dropout(dropout), nn.Dropout(dropout)
+        self.n_head, self.n_embd = n_head, n_embd
+        mask = torch.tril(torch.ones(block, block)).triu(1 - window)
+        self.register_buffer("bias", mask.view(1, 1, block, block))
+
+    def forward(self, x):
+        B, T, C = x.size()
+        q, k, v = self.c_attn(x).split(self.n_embd, dim=2)
+        k = k.view(B, T, self.n_head, C // self.n_head).transpose(1, 2)
+        q = q.view(B, T, self.n_head, C // self.n_head).transpose(1, 2)
+        v = v.view(B, T, self.n_head, C // self.n_head).transpose(1, 2)
+        att = (q @ k.transpose(-2, -1)) * (1.0 / math.sqrt(k.size(-1)))
+        att = att.masked_fill(self.bias[:, :, :T, :T] == 0, float("-inf"))
+        att = self.attn_dropout(F.softmax(att, dim=-1))
+        return self.resid_dropout(self.c_proj((att @ v).transpose(1, 2).contiguous().view(B, T, C)))
+
+
 class GPTBlock(nn.Module):
-    def __init__(self, n_embd: int = 64, n_head: int = 4):
+    def __init__(self, n_embd: int = 64, attention: type = CausalSelfAttention):
         super().__init__()
         self.ln_1, self.ln_2 = nn.LayerNorm(n_embd), nn.LayerNorm(n_embd)
-        self.attn = CausalSelfAttention(n_embd, n_head)
+        self.attn = attention(n_embd)
         self.mlp = nn.Sequential(nn.Linear(n_embd, 4 * n_embd), nn.GELU(), nn.Linear(4 * n_embd, n_embd))
 
     def forward(self, x):
@@ -160,10 +186,10 @@ class GPTBlock(nn.Module):
 class GPT(nn.Module):
     """As nanoGPT: tied weights, learned positions, (logits, loss)."""
 
-    def __init__(self, vocab: int = 96, block: int = 64, layers: int = 2, n_embd: int = 64):
+    def __init__(self, vocab: int = 96, block: int = 64, n_embd: int = 64, attention: type = CausalSelfAttention):
         super().__init__()
         self.wte, self.wpe = nn.Embedding(vocab, n_embd), nn.Embedding(block, n_embd)
-        self.h = nn.ModuleList(GPTBlock(n_embd) for _ in range(layers))
+        self.h = nn.ModuleList(GPTBlock(n_embd, attention) for _ in range(2))
         self.ln_f, self.lm_head = nn.LayerNorm(n_embd), nn.Linear(n_embd, vocab, bias=False)
         self.wte.weight = self.lm_head.weight
 

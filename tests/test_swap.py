@@ -54,6 +54,23 @@ def test_a_norm_is_known_by_what_it_computes_gradients_included(norm, replaced):
     assert replaced or found.left[0].path == "1"
 
 
+class DroppingMLP(nn.Module):
+    def __init__(self, p: float):
+        super().__init__()
+        self.w1, self.w2, self.w3 = nn.Linear(32, 48), nn.Linear(48, 32), nn.Linear(32, 48)
+        self.dropout = nn.Dropout(p)
+
+    def forward(self, x):
+        return self.dropout(self.w2(F.silu(self.w1(x)) * self.w3(x)))
+
+
+@pytest.mark.parametrize("p", [0.0, 0.1])
+def test_an_mlp_that_would_drop_out_in_training_is_left_in_evaluation_too(p):
+    model = nn.Sequential(nn.Linear(32, 32), DroppingMLP(p)).eval()
+    found = recognise(model, as_call(torch.randn(5, 32)), Choices(), only=("gated_mlp",))
+    assert len(found.sites) == (p == 0) and (p == 0 or "drops out" in found.left[0].why)
+
+
 def test_the_oracle_keeps_float64_where_a_module_would_round():
     x = torch.full((3,), 1 / 3, dtype=torch.float64)
     with Float64Everywhere():

@@ -4,11 +4,11 @@ from collections import Counter
 
 import pytest
 import torch
-from swapping import FAMILIES, GPT, CausalSelfAttention, Encoder, Mixed, batch, built, state
+from swapping import FAMILIES, GPT, CausalSelfAttention, Encoder, Mixed, SlowAttention, batch, built, state
 from torch import nn
 from torch.utils._pytree import tree_leaves
 
-from whet.choices import Choices
+from whet.choices import Choices, Recorder
 from whet.swap._optimize import together
 from whet.swap._proof import cast, floating, prove
 from whet.swap._replace import as_call, recognise
@@ -60,6 +60,9 @@ PLAIN_MODELS = {
     "GPT": (GPT, tokens, dict(norms=5, activations=2, sdpa_calls=2), dict(plain_loss="the model's logits are kept"), {}),
     "GPT without logits": (
         GPT, tokens, dict(norms=5, activations=2, sdpa_calls=2, plain_loss=1), {}, dict(keep_logits=False)),
+    "GPT, slow": (
+        lambda: GPT(attention=SlowAttention), tokens, dict(norms=5, activations=2, own_attention=2),
+        dict(plain_loss="the model's logits are kept"), {}),
     "hand-written": (
         Mixed, lambda: torch.randn(2, 24, 64), dict(norms=3, gated_mlp=1, sdpa_calls=1),
         dict(gated_mlp="computes no SwiGLU"), {}),
@@ -132,7 +135,72 @@ def test_only_the_named_function_of_torch_is_another_and_only_for_this_module():
     found.ask(Choices())
     seen = model[0].forward.__func__.__globals__["torch"]
     assert seen.nn.functional.scaled_dot_product_attention is not real and seen.nn.functional.relu is torch.nn.functional.relu
-    assert torch.nn.functional.scaled_dot_product_attention is real and CausalSelfAttention.forward.__globals__["torch"] is torch
+    assert torch.nn.functional.scaled_dot_product_attention is real
+    assert CausalSelfAttention.forward.__globals__["torch"] is torch
+
+
+def slow(**options) -> tuple[nn.Sequential, torch.Tensor]:
+    torch.manual_seed(0)
+    return nn.Sequential(SlowAttention(**options)), torch.randn(2, 24, 64)
+
+
+def asked_in(found, model: nn.Module, x: torch.Tensor) -> bool:
+    """Whether a replaced model asks an op for this input, its result being the plain model's either way."""
+    recorder = Recorder()
+    found.restore()
+    torch.manual_seed(1)
+    plain = model(x)
+    found.ask(recorder)
+    torch.manual_seed(1)
+    torch.testing.assert_close(model(x), plain)
+    return bool(recorder.calls)
+
+
+def test_written_out_attention_is_served_up_to_the_length_that_was_proved():
+    model, x = slow()
+    found = recognise(model, as_call(x), Choices())
+    assert [s.words for s, _ in found.sites] == ["causal self-attention of 4 heads, to 160 tokens"]
+    assert asked_in(found, model, torch.randn(1, 160, 64)) and asked_in(found, model.eval(), x)
+    model[0].attn_dropout.p = 0.5
+    assert not asked_in(found, model.train(), x)
+
+
+def test_a_window_longer_than_the_batch_is_seen():
+    model, x = slow(window=60)
+    found = recognise(model, as_call(x), Choices())
+    assert [s.words for s, _ in found.sites] == ["causal self-attention of 4 heads, to 24 tokens"]
+    assert asked_in(found, model, x) and not asked_in(found, model, torch.randn(1, 100, 64))
+    model, x = slow(window=8)
+    assert "computes another function" in recognise(model, as_call(x), Choices()).left[0].why
+
+
+def test_written_out_attention_with_dropout_is_left_in_training_and_takes_its_own_way_there_later():
+    model, x = slow(dropout=0.5)
+    found = recognise(model.train(), as_call(x), Choices())
+    assert not found.sites and "drops out" in found.left[0].why
+    found = recognise(model.eval(), as_call(x), Choices())
+    assert asked_in(found, model, x)
+    assert not asked_in(found, model.train(), x)
+    model.eval()[0].attn_dropout.train()
+    assert not asked_in(found, model, x)
+
+
+def test_written_out_attention_with_an_output_of_zeros_is_known_all_the_same():
+    model, x = slow()
+    nn.init.zeros_(model[0].c_proj.weight)
+    nn.init.zeros_(model[0].c_proj.bias)
+    assert [s.words[:6] for s, _ in recognise(model, as_call(x), Choices()).sites] == ["causal"]
+
+
+def test_written_out_attention_keeps_its_own_way_while_it_is_compiled():
+    model, x = slow()
+    plain = model(x)
+    found = recognise(model, as_call(x), Choices())
+    recorder = Recorder()
+    found.ask(recorder)
+    torch._dynamo.reset()
+    torch.testing.assert_close(torch.compile(model, backend="aot_eager", fullgraph=True)(x), plain)
+    assert not recorder.calls
 
 
 class Counting(GPT):

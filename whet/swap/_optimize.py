@@ -234,7 +234,7 @@ def _time_group(group: SiteGroup, work: Workload, met: dict[str, Met], ops: Choi
 
 def _whole(report: Optimized, work: Workload, call: Met, seconds: float) -> None:
     """All replacements together: proved once more, then timed against the model as it was."""
-    found, model = report.replaced, report.model
+    found = report.replaced
     verdict = prove(together(found, cut(call), work.kind == "train"), cut(call), report.choices)
     if not verdict.ok:
         found.restore()

@@ -114,7 +114,7 @@ def edited(module: nn.Module, site: Site, ops: Choices) -> Iterator[None]:
         journal.undo()
 
 
-class Asked:
+class NotedChoices:
     """Choices that note whether any op was asked."""
 
     def __init__(self, ops: Choices):
@@ -141,7 +141,7 @@ def prove(site: Site, call: Met, ops: Choices) -> Verdict:
         rounded = Met(cast(call.args, dtype), cast(call.kwargs, dtype))  # what float64 starts from, too
         for mine, theirs in zip(truth_of.parameters(), twin.parameters()):
             mine.data.copy_(theirs.data)
-        asked = Asked(ops)
+        asked = NotedChoices(ops)
         with edited(twin, site, cast_to(Choices, asked)):
             ours = ran(twin, rounded, dtype, site.compares)
             if not any(k.startswith("output") for k in ours):

@@ -1,4 +1,4 @@
-"""Head and loss of a model that calls F.cross_entropy in its own forward: (logits, loss) with logits None, where that is asked for.
+"""Head and loss of a model that calls F.cross_entropy in its own forward: logits are None, where that is asked for.
 
 In a training step the head hands a `Handed` on in the place of logits: no tensor, and good only for what comes between a
 head and its loss. Where the forward does anything else with it, that raises, and the forward runs again as it was.
@@ -79,12 +79,13 @@ class HandedOn:
 def cross_entropy_of(ops, state: HandedOn) -> Callable:
     theirs, fused = F.cross_entropy, ops.linear_cross_entropy
 
-    def cross_entropy(input, target, *rest, ignore_index=-100, reduction="mean", label_smoothing=0.0, **options):
+    def cross_entropy(
+        input, target, weight=None, size_average=None, ignore_index=-100, reduce=None, reduction="mean", label_smoothing=0.0
+    ):
         if not isinstance(input, Handed):
-            kept = dict(ignore_index=ignore_index, reduction=reduction, label_smoothing=label_smoothing)
-            return theirs(input, target, *rest, **kept, **options)
+            return theirs(input, target, weight, size_average, ignore_index, reduce, reduction, label_smoothing)
         by_class = input.dim() == 2 and target.dim() == 1 and not target.is_floating_point()
-        if rest or options or not by_class or reduction != "mean":
+        if weight is not None or size_average is not None or reduce is not None or not by_class or reduction != "mean":
             raise TypeError("this loss is not one of linear_cross_entropy's")
         state.used = True
         return fused(input.hidden, input.weight, target, ignore_index, reduction, label_smoothing).to(input.dtype)
@@ -154,7 +155,7 @@ def find(model: nn.Module, met: dict[str, Met]) -> Iterator[Site | Left]:
             continue
         heads = heads_of(module, function)
         if len(heads) != 1:
-            yield Left(path, f"it calls cross_entropy, and its forward names {len(heads)} linear layers, so its head is not clear")
+            yield Left(path, f"it calls cross_entropy and names {len(heads)} linear layers: which is its head is not clear")
             continue
         linear = module.get_submodule(heads[0])
         if type(linear) is not nn.Linear or linear.bias is not None:
@@ -169,6 +170,6 @@ def find(model: nn.Module, met: dict[str, Met]) -> Iterator[Site | Left]:
 
         site = Site(
             path, module, with_head, f"head of {linear.out_features:,} words and its loss", serves=served, drops="asked",
-            unasked="its forward does more with the logits than hand them to the loss, or a loss that is not linear_cross_entropy's",
+            unasked="its forward does more with the logits than hand them to a loss that linear_cross_entropy computes",
         )
         yield Site(**(vars(site) | {"compares": outputs_left(site, met[path])}))

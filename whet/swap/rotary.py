@@ -25,7 +25,8 @@ def rotation(ops, theirs: Callable) -> Callable:
     rope = ops.rope
 
     def apply_rotary_pos_emb(q, k, cos, sin, *rest, **options):
-        if rest or options not in ({}, {"unsqueeze_dim": 1}) or cos.dim() != 3 or q.dim() != 4 or k.dim() != 4 or q.shape[2] != cos.shape[1]:
+        others = rest or options not in ({}, {"unsqueeze_dim": 1})
+        if others or cos.dim() != 3 or q.dim() != 4 or k.dim() != 4 or q.shape[2] != cos.shape[1]:
             return theirs(q, k, cos, sin, *rest, **options)
         half = cos.shape[-1] // 2
         if cos.shape[0] == 1:
