@@ -157,6 +157,7 @@ def test_logits_are_there_in_eval_mode_and_without_labels_and_the_trainers_scale
     ("no model", batch(), {}, "model must be a torch.nn.Module, got str"),
     (nn.Linear(2, 2, device="meta"), torch.ones(1, 2), {}, "parameter weight is on the meta device"),
     (nn.Linear(2, 2), torch.ones(1, 2), {"mode": "fast"}, "mode must be one of"),
+    (nn.Linear(2, 2), torch.ones(1, 2), {"keep_logits": "no"}, "keep_logits must be True, False or None"),
     (nn.Linear(2, 2), None, {}, "batch must be a dict, a tuple or a tensor"),
 ])
 def test_bad_input_is_refused_in_one_line(model, data, options, why):

@@ -6,8 +6,10 @@ from swapping import GPT, batch, built
 from torch import nn
 
 from whet.choices import Choices
+from whet.swap import _optimize
 from whet.swap._optimize import optimize, restore
 from whet.swap._replace import Replaced, as_call, recognise
+from whet.tune import Tuned
 
 pytest.importorskip("transformers")
 
@@ -139,12 +141,25 @@ def test_hooks_that_were_there_still_fire_once_for_each_call():
     assert sorted(seen) == plain
 
 
-def test_a_second_optimize_takes_back_the_first(monkeypatch):
-    from whet.swap import _optimize
-    from whet.tune import Tuned
-
+@pytest.fixture
+def at_once(monkeypatch):
+    """Nothing is tuned, and all that is proved counts as faster."""
     monkeypatch.setattr(_optimize, "tune", lambda *args, **options: Tuned({"eager": Choices()}, {}))
     monkeypatch.setattr(_optimize, "_time_group", lambda group, *rest: None)
+
+
+@pytest.mark.parametrize("keep_logits", [None, True, False])
+def test_a_plain_model_in_training_gives_up_its_logits_only_where_that_is_asked(at_once, keep_logits):
+    torch.manual_seed(0)
+    model, tokens = GPT(), (batch()["input_ids"], batch()["labels"])
+    optimize(model, tokens, keep_logits=keep_logits, seconds=0.001)
+    shown, kinds = str(model.whet), {g.kind for g in model.whet.groups}
+    assert kinds == {"norms", "activations", "sdpa_calls"} | ({"plain_loss"} if keep_logits is False else set())
+    assert ("optimize(keep_logits=False)" in shown) == (keep_logits is not False) and "wrong" not in shown
+    assert keep_logits is False or model(*tokens)[0] is not None
+
+
+def test_a_second_optimize_takes_back_the_first(at_once):
     model, data = built("Llama", torch.float32), batch()
     expected = trained(model, data)
     for _ in range(2):

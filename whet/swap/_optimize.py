@@ -93,7 +93,7 @@ def optimize(
              None: so for a Hugging Face model that is given labels, not for one that calls cross_entropy itself
     Returns the model; print(model.whet) shows what was done, whet.restore(model) takes it back.
     """
-    refuse(model, mode)
+    refuse(model, mode, keep_logits)
     restore(model)
     call, started = as_call(batch), now()
     report = Optimized(model, Replaced(model))
@@ -117,11 +117,13 @@ def restore(model: nn.Module) -> nn.Module:
     return model
 
 
-def refuse(model: Any, mode: str | None) -> None:
+def refuse(model: Any, mode: str | None, keep_logits: bool | None = None) -> None:
     if not isinstance(model, nn.Module):
         raise ValueError(f"optimize: model must be a torch.nn.Module, got {type(model).__name__}")
     if mode not in (None, *MODES):
         raise ValueError(f"optimize: mode must be one of {MODES} or None, got {mode!r}")
+    if keep_logits not in (None, True, False):
+        raise ValueError(f"optimize: keep_logits must be True, False or None, got {keep_logits!r}")
     meta = [n for n, p in model.named_parameters() if p.is_meta]
     if meta:
         raise ValueError(f"optimize: parameter {meta[0]} is on the meta device ({len(meta)} such); load the weights first")
