@@ -44,6 +44,8 @@ class Site:
     words    what it is and what serves it: "RMSNorm of 1024, eps 1e-06"
     compares outputs, by their keys, that the proof compares; empty: all of them
     serves   serves(module) -> whether the replacement was what ran, asked after a run; None: it always is
+    drops    "": nothing; else the logits are None afterwards: "unless kept", or only where that is "asked" for
+    unasked  the reason to leave it where a run of it asks for no op at all: it took its own way out
     """
 
     path: str
@@ -52,6 +54,8 @@ class Site:
     words: str
     compares: tuple[str, ...] = ()
     serves: Callable[[nn.Module], bool] | None = None
+    drops: str = ""
+    unasked: str = "on this batch it comes to no op that could be replaced"
     kind: str = ""
 
 

@@ -101,7 +101,7 @@ def ratio(before: float | None, after: float | None) -> float | None:
 
 def optimize(
     model: nn.Module, batch: Any, *, mode: str | None = None, loss: Callable | None = None, lock: Lock | None = None,
-    seconds: float = 0.3, progress: Progress = lambda text, done, total: None,
+    keep_logits: bool | None = None, seconds: float = 0.3, progress: Progress = lambda text, done, total: None,
 ) -> nn.Module:
     """Replace parts of this model, in place, by kernels that are proved to compute the same and measured faster here.
 
@@ -109,16 +109,18 @@ def optimize(
     mode     "train" or "infer"; None: "train" where the forward gives a loss
     loss     loss(output) -> scalar, where the model returns none
     lock     where choices are kept between processes; ./whet.lock where None
+    keep_logits  False: in training the head and the loss may be one, and the model returns None for its logits. True: never.
+             None: so for a Hugging Face model that is given labels, not for one that calls cross_entropy itself
     Returns the model; print(model.whet) shows what was done, whet.restore(model) takes it back.
     """
-    refuse(model, mode)
+    refuse(model, mode, keep_logits)
     restore(model)
     call, started = as_call(batch), now()
     report = Optimized(model, Replaced(model))
     with prepared(model, mode, call, loss) as work:
         report.mode = "train" if work.kind == "train" else "infer"
         try:
-            _optimize(report, work, call, lock or Lock.read(), seconds, progress)
+            _optimize(report, work, call, lock or Lock.read(), seconds, progress, keep_logits)
         except BaseException:
             report.replaced.restore()
             raise
@@ -135,11 +137,13 @@ def restore(model: nn.Module) -> nn.Module:
     return model
 
 
-def refuse(model: Any, mode: str | None) -> None:
+def refuse(model: Any, mode: str | None, keep_logits: bool | None = None) -> None:
     if not isinstance(model, nn.Module):
         raise ValueError(f"optimize: model must be a torch.nn.Module, got {type(model).__name__}")
     if mode not in (None, *MODES):
         raise ValueError(f"optimize: mode must be one of {MODES} or None, got {mode!r}")
+    if keep_logits not in (None, True, False):
+        raise ValueError(f"optimize: keep_logits must be True, False or None, got {keep_logits!r}")
     meta = [n for n, p in model.named_parameters() if p.is_meta]
     if meta:
         raise ValueError(f"optimize: parameter {meta[0]} is on the meta device ({len(meta)} such); load the weights first")
@@ -169,10 +173,12 @@ def prepared(model: nn.Module, mode: str | None, call: Met, loss: Callable | Non
             p.grad = grad
 
 
-def _optimize(report: Optimized, work: Workload, call: Met, lock: Lock, seconds: float, progress: Progress) -> None:
+def _optimize(
+    report: Optimized, work: Workload, call: Met, lock: Lock, seconds: float, progress: Progress, keep_logits: bool | None
+) -> None:
     model = report.model
     progress("looking for what can be replaced", 0, 1)
-    report.replaced = found = recognise(model, call, Choices())
+    report.replaced = found = recognise(model, call, Choices(), keep_logits=keep_logits)
     if not found.sites:
         report.note = "nothing was replaced"
         return
@@ -261,11 +267,8 @@ def _time_group(group: SiteGroup, work: Workload, met: dict[str, Met], ops: Choi
 
 def _whole(report: Optimized, work: Workload, call: Met, seconds: float) -> None:
     """All replacements together: proved once more, then timed against the model as it was."""
-    found, model = report.replaced, report.model
-    together = Site("", model, lambda m, ops: edits_of(found, m, ops), "the whole model", compares=("['loss']",))
-    if work.kind != "train":
-        together = Site("", model, together.edits, together.words)
-    verdict = prove(together, cut(call), report.choices)
+    found = report.replaced
+    verdict = prove(together(found, cut(call), work.kind == "train"), cut(call), report.choices)
     if not verdict.ok:
         found.restore()
         found.left += [Left(s.path, f"together they are wrong: {verdict.why}", s.kind) for s, _ in found.sites]
@@ -283,6 +286,16 @@ def _whole(report: Optimized, work: Workload, call: Met, seconds: float) -> None
         found.sites, report.note = [], "nothing was replaced: all together it is not faster"
     else:
         found.ask(report.choices)
+
+
+def together(found: Replaced, call: Met, train: bool = True) -> Site:
+    """Every site at once, as one. In training a loss by that name is what counts; else all outputs that are still there."""
+    model = found.model
+    compares = next((s.compares for s, _ in found.sites if not s.path and s.compares), ())
+    if train and not compares:
+        with quiet(model), uncached(model), torch.no_grad():
+            compares = tuple(k for k in floating(model(*call.args, **call.kwargs)) if k == "['loss']")
+    return Site("", model, lambda m, ops: edits_of(found, m, ops), "the whole model", compares=compares)
 
 
 def edits_of(found: Replaced, model: nn.Module, ops: Choices) -> list[Edit]:

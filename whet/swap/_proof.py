@@ -2,8 +2,9 @@
 
 import contextlib
 import copy
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
+from typing import cast as cast_to
 
 import torch
 from torch import nn
@@ -11,6 +12,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_flatten_with_path, tree_map
 
 from whet.choices import Choices
+from whet.figures import error_line
 from whet.judge import Verdict, judge
 from whet.swap import Journal, Met, Site
 
@@ -112,6 +114,22 @@ def edited(module: nn.Module, site: Site, ops: Choices) -> Iterator[None]:
         journal.undo()
 
 
+class NotedChoices:
+    """Choices that note whether any op was asked."""
+
+    def __init__(self, ops: Choices):
+        self.ops, self.any = ops, False
+
+    def __getattr__(self, name: str) -> Callable:
+        op = getattr(self.ops, name)
+
+        def noted(*args, **options):
+            self.any = True
+            return op(*args, **options)
+
+        return noted
+
+
 def prove(site: Site, call: Met, ops: Choices) -> Verdict:
     """The worst verdict over the model's own dtype and float32."""
     given = (*site.module.parameters(), *floating((call.args, call.kwargs)).values())
@@ -123,12 +141,20 @@ def prove(site: Site, call: Met, ops: Choices) -> Verdict:
         rounded = Met(cast(call.args, dtype), cast(call.kwargs, dtype))  # what float64 starts from, too
         for mine, theirs in zip(truth_of.parameters(), twin.parameters()):
             mine.data.copy_(theirs.data)
-        truth = ran(truth_of, rounded, torch.float64, site.compares, exact=True)
-        eager = ran(twin, rounded, dtype, site.compares)
-        with edited(twin, site, ops):
+        asked = NotedChoices(ops)
+        with edited(twin, site, cast_to(Choices, asked)):
             ours = ran(twin, rounded, dtype, site.compares)
+            if not any(k.startswith("output") for k in ours):
+                return Verdict(False, why="it returns no floating-point tensor that could be compared")
+            if not asked.any:
+                return Verdict(False, why=site.unasked)
             if site.serves is not None and not site.serves(twin):
                 return Verdict(False, why="the module did not come to what was to be replaced")
+        eager = ran(twin, rounded, dtype, site.compares)
+        try:
+            truth = ran(truth_of, rounded, torch.float64, site.compares, exact=True)
+        except Exception as e:
+            return Verdict(False, why=f"the module itself, which is what it is held to, fails in float64: {error_line(e)}")
         if set(ours) != set(eager):
             return Verdict(False, why=f"it returns {sorted(ours)}, the module {sorted(eager)}")
         # A whole model's float32 loss carries the errors of its own dtype, and eager's may be near zero by luck.

@@ -84,9 +84,10 @@ def met_in(model: nn.Module, call: Met, only: set[str] | None = None) -> dict[st
 @contextlib.contextmanager
 def uncached(model: nn.Module) -> Iterator[None]:
     """A Hugging Face model keeps no keys and values of a forward: a cache is one object that every layer changes."""
-    journal, config = Journal(), getattr(model, "config", None)
-    if getattr(config, "use_cache", False):
-        journal.make([Edit(config, "use_cache", False)])
+    journal, configs = Journal(), [getattr(m, "config", None) for m in model.modules()]  # a decoder may have its own
+    for config in {id(c): c for c in configs}.values():
+        if getattr(config, "use_cache", False) is True:
+            journal.make([Edit(config, "use_cache", False)])
     try:
         yield
     finally:
@@ -107,15 +108,25 @@ def quiet(model: nn.Module) -> Iterator[None]:
                     b.copy_(before)
 
 
-def recognise(model: nn.Module, call: Met, ops: Choices, only: tuple[str, ...] = ()) -> Replaced:
-    """Find and prove, without changing the model. only: names of recognisers."""
+def recognise(
+    model: nn.Module, call: Met, ops: Choices, only: tuple[str, ...] = (), keep_logits: bool | None = None
+) -> Replaced:
+    """Find and prove, without changing the model. only: names of recognisers; keep_logits as optimize() takes it."""
     found, seen = Replaced(model), met_in(model, cut(call))
     with uncached(model):
-        _recognise(model, seen, ops, only, found)
+        _recognise(model, seen, ops, only, found, keep_logits)
     return found
 
 
-def _recognise(model: nn.Module, seen: dict[str, Met], ops: Choices, only: tuple[str, ...], found: Replaced) -> None:
+def drops_too_much(site: Site, keep_logits: bool | None) -> str | None:
+    if not site.drops or keep_logits is False or (keep_logits is None and site.drops == "unless kept"):
+        return None
+    return f"{site.words}: the model's logits are kept; with optimize(keep_logits=False) they may be None in training"
+
+
+def _recognise(
+    model: nn.Module, seen: dict[str, Met], ops: Choices, only: tuple[str, ...], found: Replaced, keep_logits: bool | None
+) -> None:
     for name, find in discover().items():
         if only and name not in only:
             continue
@@ -127,6 +138,9 @@ def _recognise(model: nn.Module, seen: dict[str, Met], ops: Choices, only: tuple
         for item in proposals:
             if isinstance(item, Left):
                 found.left.append(replace(item, kind=name))
+                continue
+            if why := drops_too_much(item, keep_logits):
+                found.left.append(Left(item.path, why, name))
                 continue
             try:
                 verdict = prove(item, seen[item.path], ops)

@@ -11,20 +11,25 @@ INTERNAL = "_attn_implementation_internal"
 KEPT = ("output_attentions", "softcap", "position_bias", "s_aux", "cache", "head_mask")  # options that SDPA's own serves
 
 
+def asked(option) -> bool:
+    return option is not None and option is not False
+
+
 def attend(
     module, query, key, value, attention_mask, dropout=0.0, scaling=None, is_causal=None, sliding_window=None, **options
 ):
     """As transformers' sdpa_attention_forward; what the op has no argument for goes there."""
     from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
-    if attention_mask is not None or dropout or any(options.get(name) is not None for name in KEPT):
+    ops = getattr(module, "_whet_ops", None)  # a module that was left shares its config with those that were not
+    if ops is None or attention_mask is not None or dropout or any(asked(options.get(name)) for name in KEPT):
         return sdpa_attention_forward(
             module, query, key, value, attention_mask, dropout=dropout, scaling=scaling, is_causal=is_causal,
             sliding_window=sliding_window, **options,
         )
     causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
     kind = "top-left" if causal and query.shape[2] > 1 else None
-    return module._whet_ops.attention(query, key, value, kind, None, scaling).transpose(1, 2), None
+    return ops.attention(query, key, value, kind, None, scaling).transpose(1, 2), None
 
 
 def register() -> bool:
@@ -58,6 +63,7 @@ def find(model: nn.Module, met: dict[str, Met]) -> Iterator[Site | Left]:
         def edits(module, ops):
             return [Edit(module.config, INTERNAL, NAME), Edit(module, "_whet_ops", ops)]
 
-        yield Site(path, module, edits, "scaled dot-product attention")
-
-
+        yield Site(
+            path, module, edits, "scaled dot-product attention",
+            unasked="it is called with a mask, a position bias or dropout, which ops.attention has no argument for",
+        )

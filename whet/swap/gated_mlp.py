@@ -41,14 +41,14 @@ def formula(module: nn.Module, form: tuple[str, ...], x: torch.Tensor) -> torch.
 
 
 def form_of(module: nn.Module, x: torch.Tensor) -> tuple[str, ...] | None:
-    """The names of the linears, where the module computes a SwiGLU."""
+    """The names of the linears, where the module computes a SwiGLU, in training as in evaluation."""
     twin = copied(module, torch.float64)
     with torch.no_grad(), torch.random.fork_rng(), Float64Everywhere():
         x = x.detach().double()
-        got = twin(x)
+        got = [twin.train(mode)(x) for mode in (True, False)]
         for form in forms(twin):
             want = formula(twin, form, x)
-            if close(got, want, CLOSE):
+            if all(close(y, want, CLOSE) for y in got):
                 return form
     return None
 
@@ -79,7 +79,7 @@ def find(model: nn.Module, met: dict[str, Met]) -> Iterator[Site | Left]:
             continue
         form = form_of(module, met[path].args[0])
         if form is None:
-            yield Left(path, f"{type(module).__name__} has the linears of a gated MLP and computes no SwiGLU")
+            yield Left(path, f"{type(module).__name__} has the linears of a gated MLP and computes no SwiGLU, or drops out")
             continue
 
         def edits(module, ops, form=form):

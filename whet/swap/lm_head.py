@@ -55,6 +55,9 @@ def forward(self, *args, **kwargs):
     passed.on, passed.used = True, False
     try:
         out = self._whet_forward(*args, **kwargs)
+    except Exception:  # of a loss that was given hidden states for logits; what else is wrong is raised again below
+        if passed.used:
+            raise
     finally:
         passed.on, passed.hidden = False, None
     if not passed.used:
@@ -99,7 +102,6 @@ def find(model: nn.Module, met: dict[str, Met]) -> Iterator[Site | Left]:
         return
     yield Site(
         "", model, edits, f"head of {head.weight.shape[0]:,} words and its loss", compares=("['loss']",),
-        serves=served,
+        serves=served, drops="unless kept",
+        unasked="its forward computes the loss itself, or changes the logits, and never asks its loss_function",
     )
-
-

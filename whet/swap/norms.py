@@ -34,11 +34,19 @@ FORMS: dict[str, tuple[str, Callable]] = {
 }
 
 
-def eps_of(module: nn.Module, dtype: torch.dtype) -> float | None:
-    """The one number of a module that is called an epsilon; nn.RMSNorm's None is the dtype's."""
-    named = {k: v for k, v in vars(module).items() if "eps" in k.lower() and (v is None or isinstance(v, float))}
-    values = {torch.finfo(dtype).eps if v is None else v for v in named.values()}
-    return values.pop() if len(values) == 1 else None
+UNCLEAR = -1.0
+OWN_CLOSE = 0.05  # of a module in its own dtype, on small values: whether its eps is float32's or bfloat16's
+
+
+def eps_of(module: nn.Module) -> float | None:
+    """The one number of a module that is called an epsilon; None is torch's own, which goes by the dtype."""
+    values = {v for k, v in vars(module).items() if "eps" in k.lower() and (v is None or isinstance(v, float))}
+    return values.pop() if len(values) == 1 else UNCLEAR
+
+
+def eps_in(eps: float | None, x: torch.Tensor) -> float:
+    """As F.rms_norm takes None: the machine epsilon of what it computes in."""
+    return torch.finfo(torch.promote_types(x.dtype, torch.float32)).eps if eps is None else eps
 
 
 def looks_like_one(module: nn.Module) -> bool:
@@ -48,38 +56,43 @@ def looks_like_one(module: nn.Module) -> bool:
     return not any(module.children()) and vectors and any("eps" in k.lower() for k in vars(module))
 
 
-def form_of(module: nn.Module, x: torch.Tensor, eps: float) -> str | None:
+def form_of(module: nn.Module, x: torch.Tensor, eps: float | None) -> str | None:
     """Which formula gives what the module gives."""
     params = {n: p.detach().double() for n, p in module.named_parameters(recurse=False)}
     has_weight = "weight" in params
     for form, (op, _) in FORMS.items():
         if has_weight == form.endswith("without a weight"):
             continue
-        if all(_same(module, op, form, params, x.detach().double() * scale, eps) for scale in SCALES):
+        if not all(_same(module, op, form, params, x.detach().double() * scale, eps) for scale in SCALES):
+            continue
+        if eps is not None or _same(module, op, form, params, x.detach() * SCALES[-1], eps, OWN_CLOSE):
             return form
     return None
 
 
-def _same(module: nn.Module, op: str, form: str, params: dict, x: torch.Tensor, eps: float) -> bool:
-    got = in_float64(module, x)
+def _same(module: nn.Module, op: str, form: str, params: dict, x: torch.Tensor, eps: float | None, share=CLOSE) -> bool:
+    eps = eps_in(eps, x)
+    with torch.no_grad():
+        got = in_float64(module, x) if x.dtype == torch.float64 else module(x).double()
+    x = x.double()
     w = params.get("weight", torch.ones(x.shape[-1], dtype=x.dtype, device=x.device))
     w = 1.0 + w if "1 +" in form else w
     want = rms_norm(x, w, eps) if op == "rms_norm" else layer_norm(x, w, params.get("bias"), eps)
-    return close(got, want, CLOSE)
+    return close(got, want, share)
 
 
-def replaced(ops, form: str, eps: float, biased: bool) -> Callable:
+def replaced(ops, form: str, eps: float | None, biased: bool) -> Callable:
     """The forward of a norm through an op; a call with more than a tensor gets the module's own."""
     op, weight_of = FORMS[form]
     norm = getattr(ops, op)
 
     def rms(self, x, *rest, **options):
-        return self._whet_forward(x, *rest, **options) if rest or options else norm(x, weight_of(self, x), eps)
+        return self._whet_forward(x, *rest, **options) if rest or options else norm(x, weight_of(self, x), eps_in(eps, x))
 
     def layer(self, x, *rest, **options):
         if rest or options:
             return self._whet_forward(x, *rest, **options)
-        return norm(x, weight_of(self, x), self.bias if biased else None, eps)
+        return norm(x, weight_of(self, x), self.bias if biased else None, eps_in(eps, x))
 
     return rms if op == "rms_norm" else layer
 
@@ -93,8 +106,8 @@ def find(model: nn.Module, met: dict[str, Met]) -> Iterator[Site | Left]:
             yield Left(path, "it is called with more than one tensor")
             continue
         x = call.args[0]
-        eps = eps_of(module, x.dtype)
-        if eps is None:
+        eps = eps_of(module)
+        if eps == UNCLEAR:
             yield Left(path, "which of its numbers is the epsilon is not clear")
             continue
         form = form_of(module, x, eps)
@@ -105,4 +118,4 @@ def find(model: nn.Module, met: dict[str, Met]) -> Iterator[Site | Left]:
         def edits(module, ops, form=form, eps=eps):
             return new_forward(module, replaced(ops, form, eps, getattr(module, "bias", None) is not None))
 
-        yield Site(path, module, edits, f"{form} of {x.shape[-1]}, eps {eps:g}")
+        yield Site(path, module, edits, f"{form} of {x.shape[-1]}, eps {eps_in(eps, x):g}")

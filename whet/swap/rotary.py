@@ -7,14 +7,15 @@ import torch
 from torch import nn
 
 from whet.swap import Left, Met, Site, new_forward
+from whet.swap._globals import plain_function, with_globals
 
 NAME = "apply_rotary_pos_emb"
 
 
 def own_forward(module: nn.Module) -> types.FunctionType | None:
     """The function behind this module's forward, where it is plain Python that names the rotation."""
-    forward = getattr(module.forward, "__func__", None)
-    if not isinstance(forward, types.FunctionType) or NAME not in forward.__code__.co_names:
+    forward = plain_function(module.forward)
+    if forward is None or NAME not in forward.__code__.co_names:
         return None
     return forward if callable(forward.__globals__.get(NAME)) else None
 
@@ -24,7 +25,8 @@ def rotation(ops, theirs: Callable) -> Callable:
     rope = ops.rope
 
     def apply_rotary_pos_emb(q, k, cos, sin, *rest, **options):
-        if rest or options or cos.dim() != 3 or q.dim() != 4 or k.dim() != 4 or q.shape[2] != cos.shape[1]:
+        others = rest or options not in ({}, {"unsqueeze_dim": 1})
+        if others or cos.dim() != 3 or q.dim() != 4 or k.dim() != 4 or q.shape[2] != cos.shape[1]:
             return theirs(q, k, cos, sin, *rest, **options)
         half = cos.shape[-1] // 2
         if cos.shape[0] == 1:
@@ -33,17 +35,6 @@ def rotation(ops, theirs: Callable) -> Callable:
         return rope(q, k, cos[..., :half].flatten(0, 1), sin[..., :half].flatten(0, 1), rows)
 
     return apply_rotary_pos_emb
-
-
-def with_globals(function: types.FunctionType, **names) -> types.FunctionType:
-    """The same function, in whose eyes these global names mean something else.
-
-    Its globals have no __name__: torch.compile would look the names up in the module that is called so.
-    """
-    scope = {k: v for k, v in function.__globals__.items() if k != "__name__"} | names
-    made = types.FunctionType(function.__code__, scope, function.__name__, function.__defaults__, function.__closure__)
-    made.__kwdefaults__, made.__module__ = function.__kwdefaults__, function.__module__
-    return made
 
 
 def find(model: nn.Module, met: dict[str, Met]) -> Iterator[Site | Left]:
