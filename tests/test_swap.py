@@ -27,9 +27,10 @@ FAMILIES = {  # class, config, what is replaced of each kind
     "Qwen3ForCausalLM": ("Qwen3Config", SMALL | {"head_dim": 16}, dict(norms=9, gated_mlp=2, rotary=2, attention=2, lm_head=1)),
     "MistralForCausalLM": (
         "MistralConfig", SMALL | {"sliding_window": None}, dict(norms=5, gated_mlp=2, rotary=2, attention=2, lm_head=1)),
-    "Gemma2ForCausalLM": ("Gemma2Config", SMALL | {"head_dim": 16}, dict(norms=9, activations=2, rotary=2)),
+    "Gemma2ForCausalLM": ("Gemma2Config", SMALL | {"head_dim": 16}, dict(norms=9, activations=2, gated_mlp=2, rotary=2)),
     "Gemma3ForCausalLM": (
-        "Gemma3TextConfig", SMALL | {"head_dim": 16}, dict(norms=13, activations=2, rotary=2, attention=2, lm_head=1)),
+        "Gemma3TextConfig", SMALL | {"head_dim": 16},
+        dict(norms=13, activations=2, gated_mlp=2, rotary=2, attention=2, lm_head=1)),
     "Phi3ForCausalLM": (
         "Phi3Config", SMALL | {"pad_token_id": 0}, dict(norms=5, gated_mlp=2, rotary=2, attention=2, lm_head=1)),
     "GPT2LMHeadModel": (
@@ -40,7 +41,7 @@ FAMILIES = {  # class, config, what is replaced of each kind
     "Olmo2ForCausalLM": ("Olmo2Config", SMALL, dict(norms=9, gated_mlp=2, rotary=2, attention=2, lm_head=1)),
     "BertForMaskedLM": ("BertConfig", PLAIN | NO_DROPOUT, dict(norms=6, activations=3, attention=2)),
     "ModernBertForMaskedLM": (
-        "ModernBertConfig", PLAIN | {"pad_token_id": 0}, dict(norms=6, activations=3, rotary=2, attention=2)),
+        "ModernBertConfig", PLAIN | {"pad_token_id": 0}, dict(norms=6, activations=3, gated_mlp=2, rotary=2, attention=2)),
 }
 
 
@@ -123,6 +124,64 @@ def test_a_norm_is_known_by_what_it_computes_gradients_included(norm, replaced):
     found = recognise(model, as_call(torch.randn(5, 32)), Choices(), only=("norms",))
     assert len(found.sites) == replaced and len(found.left) == 1 - replaced
     assert replaced or found.left[0].path == "1"
+
+
+class Gated(nn.Module):
+    """down(act(gate(x)) * up(x)), with dropout in between and a down in a dtype of its own, as T5 has them."""
+
+    def __init__(self, act, p: float = 0.0, wide_down: bool = False):
+        super().__init__()
+        self.a, self.b = nn.Linear(16, 48, dtype=torch.bfloat16), nn.Linear(16, 48, dtype=torch.bfloat16)
+        self.c = nn.Linear(48, 16, dtype=torch.float32 if wide_down else torch.bfloat16)
+        self.act, self.p = act, p
+
+    def forward(self, x):
+        h = F.dropout(self.act(self.b(x)) * self.a(x), self.p, self.training)
+        return self.c(h.to(self.c.weight.dtype))
+
+
+@pytest.mark.parametrize(("act", "options", "words"), [
+    (F.silu, {}, "SwiGLU between b, a, c"), (F.gelu, {}, "GEGLU between b, a, c"),
+    (nn.GELU(approximate="tanh"), {}, "GEGLU by tanh between b, a, c"), (F.relu, {}, "computes no SwiGLU and no GEGLU"),
+    (nn.SiLU(), {"p": 0.1}, "another function in training, as with dropout"),
+    (F.gelu, {"wide_down": True}, "its linears have different dtypes: torch.bfloat16, torch.float32"),
+])
+def test_a_gated_mlp_is_known_by_its_activation_and_left_where_it_drops_or_casts_in_between(act, options, words):
+    torch.manual_seed(0)
+    model = nn.Sequential(Gated(act, **options)).train()
+    found = recognise(model, as_call(torch.randn(5, 16, dtype=torch.bfloat16)), Choices(), only=("gated_mlp",))
+    said = [s.words for s, _ in found.sites] + [x.why for x in found.left]
+    assert len(said) == 1 and words in said[0] and len(found.sites) == words.count("between b, a, c")
+
+
+@pytest.mark.parametrize(("rate", "training", "replaced"), [(0.0, True, 4), (0.1, False, 4), (0.1, True, 0)])
+def test_t5_has_its_gated_mlps_replaced_where_nothing_is_dropped(rate, training, replaced):
+    torch.manual_seed(0)
+    config = transformers.T5Config(
+        vocab_size=96, d_model=64, d_kv=16, d_ff=160, num_layers=2, num_heads=4, feed_forward_proj="gated-gelu",
+        dropout_rate=rate, decoder_start_token_id=0, pad_token_id=0,
+    )
+    model = transformers.T5ForConditionalGeneration(config).to(torch.bfloat16).train(training)
+    found = recognise(model, as_call(batch()), Choices(), only=("gated_mlp",))
+    assert [s.words for s, _ in found.sites] == ["GEGLU by tanh between wi_0, wi_1, wo"] * replaced
+    assert len(found.left) == 4 - replaced and all("dropout" in x.why for x in found.left)
+    together = Site("", model, lambda m, ops: _optimize.edits_of(found, m, ops), "all", compares=("['loss']",))
+    verdict = prove(together, as_call(batch()), Choices())
+    assert verdict.ok, verdict.why
+
+
+def test_a_gated_mlp_replaced_in_eval_mode_drops_as_its_own_forward_does_once_it_is_trained():
+    torch.manual_seed(0)
+    model, x = nn.Sequential(Gated(F.gelu, p=0.5)).eval(), torch.randn(5, 16, dtype=torch.bfloat16)
+    found = recognise(model, as_call(x), Choices(), only=("gated_mlp",))
+    assert len(found.sites) == 1
+    found.ask(Choices())
+    model.train()
+    torch.manual_seed(1)
+    got = model(x)
+    found.restore()
+    torch.manual_seed(1)
+    assert torch.equal(got, model(x))
 
 
 def test_the_oracle_keeps_float64_where_a_module_would_round():
