@@ -38,6 +38,13 @@ FAMILIES = {  # class, config, what is replaced of each kind
         dict(vocab_size=96, n_embd=64, n_layer=2, n_head=4, n_positions=64, resid_pdrop=0, embd_pdrop=0, attn_pdrop=0),
         dict(norms=5, activations=2, attention=2, lm_head=1)),
     "GPTNeoXForCausalLM": ("GPTNeoXConfig", PLAIN, dict(norms=5, activations=2, rotary=2, attention=2, lm_head=1)),
+    "PhiForCausalLM": (
+        "PhiConfig", PLAIN | {"partial_rotary_factor": 0.5}, dict(norms=3, activations=2, rotary=2, attention=2, lm_head=1)),
+    "GPTJForCausalLM": (
+        "GPTJConfig",
+        dict(vocab_size=96, n_embd=64, n_layer=2, n_head=4, n_positions=64, rotary_dim=8, resid_pdrop=0, embd_pdrop=0,
+             attn_pdrop=0),
+        dict(norms=3, activations=2, lm_head=1)),
     "Olmo2ForCausalLM": ("Olmo2Config", SMALL, dict(norms=9, gated_mlp=2, rotary=2, attention=2, lm_head=1)),
     "BertForMaskedLM": ("BertConfig", PLAIN | NO_DROPOUT, dict(norms=6, activations=3, attention=2)),
     "ModernBertForMaskedLM": (
@@ -49,7 +56,10 @@ def built(name: str, dtype: torch.dtype = torch.bfloat16) -> nn.Module:
     config, options, _ = FAMILIES[name]
     transformers.logging.set_verbosity_error()
     torch.manual_seed(0)
-    return getattr(transformers, name)(getattr(transformers, config)(**options)).to(dtype).train()
+    model = getattr(transformers, name)(getattr(transformers, config)(**options))
+    if getattr(model.get_output_embeddings(), "bias", None) is not None:
+        nn.init.normal_(model.get_output_embeddings().bias)  # made as zeros
+    return model.to(dtype).train()
 
 
 def batch(rows: int = 2, length: int = 24) -> dict:

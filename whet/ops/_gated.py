@@ -6,7 +6,7 @@ from whet.op import Cost, floating, lay, layout_of, nbytes, same_device
 from whet.ops._rows import KERNEL_DTYPES, cdiv, unit_rows
 
 TILE, WARPS = 1024, 4  # 8 elements a thread of every tensor: one 16-byte load each of bf16
-CASES = (
+CASES: tuple[dict, ...] = (
     dict(M=1, N=128), dict(M=7, N=100), dict(M=33, N=384), dict(M=0, N=64), dict(M=3, N=1), dict(M=5, N=1365),
     dict(M=9, N=96, layout="sliced"), dict(M=9, N=96, layout="transposed"), dict(M=9, N=96, layout="expanded"),
     dict(M=1, N=128, packed=True), dict(M=7, N=100, packed=True), dict(M=0, N=64, packed=True),

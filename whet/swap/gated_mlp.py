@@ -1,4 +1,4 @@
-"""Gated MLPs: down(act(gate(x)) * up(x)), act a SiLU or a GELU; gate and up apart or in one product; linears stay, LoRA or not."""
+"""Gated MLPs: down(act(gate(x)) * up(x)), act a SiLU or a GELU, gate and up apart or in one product; the linears stay."""
 
 import itertools
 from collections.abc import Callable, Iterator
@@ -62,7 +62,7 @@ def formula(module: nn.Module, form: GatedForm, x: torch.Tensor) -> torch.Tensor
 
 
 def apart_by(module: nn.Module, form: GatedForm, x: torch.Tensor) -> float:
-    """How far the formula lies from what the module computes, as a share of the largest value; the linears' own dropout alike."""
+    """How far the formula lies from what the module computes, as a share of the largest value; linears drop alike in both."""
     torch.manual_seed(0)
     got = module(x)
     torch.manual_seed(0)
