@@ -164,6 +164,15 @@ def test_a_gated_mlp_is_known_by_its_activation_and_left_where_it_drops_or_casts
     assert len(said) == 1 and words in said[0] and len(found.sites) == words.count("between b, a, c")
 
 
+def test_a_gated_mlp_whose_down_starts_at_zero_is_known_all_the_same():
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(16, 16), Gated(F.gelu).float())
+    nn.init.zeros_(model[1].c.weight)
+    nn.init.zeros_(model[1].c.bias)
+    found = recognise(model, as_call(torch.randn(5, 16)), Choices(), only=("gated_mlp",))
+    assert [s.words for s, _ in found.sites] == ["GEGLU between b, a, c"] and not model[1].c.weight.any()
+
+
 @pytest.mark.parametrize(("rate", "training", "replaced"), [(0.0, True, 4), (0.1, False, 4), (0.1, True, 0)])
 def test_t5_has_its_gated_mlps_replaced_where_nothing_is_dropped(rate, training, replaced):
     torch.manual_seed(0)

@@ -73,9 +73,15 @@ def apart_by(module: nn.Module, form: GatedForm, x: torch.Tensor) -> float:
 
 
 def form_of(module: nn.Module, x: torch.Tensor) -> GatedForm | None:
-    """What the module computes in eval mode, where that is a gated activation between its linears."""
+    """What the module computes in eval mode, where that is a gated activation between its linears.
+
+    Asked of a copy whose weights are moved at random: a down that starts at zero would make every formula right.
+    """
     twin = copied(module, torch.float64).eval()
     with torch.no_grad(), torch.random.fork_rng(), Float64Everywhere():
+        torch.manual_seed(0)
+        for p in (p for p in twin.parameters() if p.is_floating_point() and p.dim()):
+            p.add_(torch.randn_like(p) * p.shape[-1] ** -0.5)
         x = x.detach().double()
         errors = {}
         for names in layouts(twin):
