@@ -80,11 +80,12 @@ FAMILIES = {
     "Qwen3": Family("Qwen3ForCausalLM", "Qwen3Config", SMALL | {"head_dim": 16}, DECODER | dict(norms=9)),
     "Mistral": Family("MistralForCausalLM", "MistralConfig", SMALL | {"sliding_window": None}, DECODER),
     "Gemma2": Family(
-        "Gemma2ForCausalLM", "Gemma2Config", SMALL | {"head_dim": 16}, dict(norms=9, activations=2, rotary=2),
-        dict(attention="its attention is set to 'eager'", gated_mlp=NO_SWIGLU, lm_head="changes the logits")),
+        "Gemma2ForCausalLM", "Gemma2Config", SMALL | {"head_dim": 16},
+        dict(norms=9, activations=2, gated_mlp=2, rotary=2),
+        dict(attention="its attention is set to 'eager'", lm_head="changes the logits")),
     "Gemma3": Family(
         "Gemma3ForCausalLM", "Gemma3TextConfig", SMALL | {"head_dim": 16},
-        dict(norms=13, activations=2, rotary=2, attention=2, lm_head=1), dict(gated_mlp=NO_SWIGLU)),
+        dict(norms=13, activations=2, gated_mlp=2, rotary=2, attention=2, lm_head=1)),
     "Phi3": Family("Phi3ForCausalLM", "Phi3Config", SMALL | {"pad_token_id": 0}, DECODER, dict(gated_mlp=NO_SWIGLU)),
     "GPT2": Family(
         "GPT2LMHeadModel", "GPT2Config",
@@ -92,19 +93,28 @@ FAMILIES = {
         dict(norms=5, activations=2, attention=2, lm_head=1)),
     "GPTNeoX": Family(
         "GPTNeoXForCausalLM", "GPTNeoXConfig", PLAIN, dict(norms=5, activations=2, rotary=2, attention=2, lm_head=1)),
+    "Phi": Family(
+        "PhiForCausalLM", "PhiConfig", PLAIN | {"partial_rotary_factor": 0.5},
+        dict(norms=3, activations=2, rotary=2, attention=2, lm_head=1)),
+    "GPTJ": Family(
+        "GPTJForCausalLM", "GPTJConfig",
+        dict(vocab_size=96, n_embd=64, n_layer=2, n_head=4, n_positions=64, rotary_dim=8, resid_pdrop=0, embd_pdrop=0,
+             attn_pdrop=0),
+        dict(norms=3, activations=2, lm_head=1), dict(rotary="takes (tensor, sin, cos)")),
     "Olmo2": Family("Olmo2ForCausalLM", "Olmo2Config", SMALL, DECODER | dict(norms=9)),
     "Bert": Family(
         "BertForMaskedLM", "BertConfig", PLAIN | NO_DROPOUT, dict(norms=6, activations=3, attention=2),
         dict(gated_mlp=NO_SWIGLU, lm_head=OTHER_LOSS)),
     "ModernBert": Family(
         "ModernBertForMaskedLM", "ModernBertConfig", PLAIN | {"pad_token_id": 0},
-        dict(norms=6, activations=3, rotary=2, attention=2), dict(gated_mlp=NO_SWIGLU, lm_head=OTHER_LOSS)),
+        dict(norms=6, activations=3, gated_mlp=2, rotary=2, attention=2), dict(lm_head=OTHER_LOSS)),
     "T5": Family(
         "T5ForConditionalGeneration", "T5Config", T5, dict(norms=12), dict(attention="a position bias", lm_head=OWN_LOSS),
         shorter_labels),
     "T5, gated": Family(
-        "T5ForConditionalGeneration", "T5Config", T5 | {"feed_forward_proj": "gated-gelu"}, dict(norms=12, activations=4),
-        dict(attention="a position bias", lm_head=OWN_LOSS, gated_mlp=NO_SWIGLU), shorter_labels),
+        "T5ForConditionalGeneration", "T5Config", T5 | {"feed_forward_proj": "gated-gelu"},
+        dict(norms=12, activations=4, gated_mlp=4),
+        dict(attention="a position bias", lm_head=OWN_LOSS), shorter_labels),
     "ViT": Family("ViTForImageClassification", "ViTConfig", VIT, dict(norms=5, activations=2, attention=2), {}, images),
     "Whisper": Family(
         "WhisperForConditionalGeneration", "WhisperConfig", WHISPER, dict(norms=12, activations=4, attention=6),
@@ -116,7 +126,10 @@ def built(name: str, dtype: torch.dtype = torch.bfloat16) -> nn.Module:
     transformers, family = importlib.import_module("transformers"), FAMILIES[name]
     transformers.logging.set_verbosity_error()
     torch.manual_seed(0)
-    return getattr(transformers, family.model)(getattr(transformers, family.config)(**family.options)).to(dtype).train()
+    model = getattr(transformers, family.model)(getattr(transformers, family.config)(**family.options))
+    if getattr(model.get_output_embeddings(), "bias", None) is not None:
+        nn.init.normal_(model.get_output_embeddings().bias)  # made as zeros
+    return model.to(dtype).train()
 
 
 def state(model: nn.Module) -> dict:

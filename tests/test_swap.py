@@ -9,9 +9,9 @@ from swapping import batch, built, state
 from torch import nn
 
 from whet.choices import Choices
-from whet.swap import Edit, Left, _optimize, _replace
+from whet.swap import Edit, Left, Site, _optimize, _replace
 from whet.swap._optimize import optimize, restore
-from whet.swap._proof import Float64Everywhere
+from whet.swap._proof import Float64Everywhere, prove
 from whet.swap._replace import as_call, recognise
 from whet.tune import Tuned
 
@@ -54,21 +54,71 @@ def test_a_norm_is_known_by_what_it_computes_gradients_included(norm, replaced):
     assert replaced or found.left[0].path == "1"
 
 
-class DroppingMLP(nn.Module):
-    def __init__(self, p: float):
+class Gated(nn.Module):
+    """down(act(gate(x)) * up(x)), with dropout in between and a down in a dtype of its own, as T5 has them."""
+
+    def __init__(self, act, p: float = 0.0, wide_down: bool = False):
         super().__init__()
-        self.w1, self.w2, self.w3 = nn.Linear(32, 48), nn.Linear(48, 32), nn.Linear(32, 48)
-        self.dropout = nn.Dropout(p)
+        self.a, self.b = nn.Linear(16, 48, dtype=torch.bfloat16), nn.Linear(16, 48, dtype=torch.bfloat16)
+        self.c = nn.Linear(48, 16, dtype=torch.float32 if wide_down else torch.bfloat16)
+        self.act, self.p = act, p
 
     def forward(self, x):
-        return self.dropout(self.w2(F.silu(self.w1(x)) * self.w3(x)))
+        h = F.dropout(self.act(self.b(x)) * self.a(x), self.p, self.training)
+        return self.c(h.to(self.c.weight.dtype))
 
 
-@pytest.mark.parametrize("p", [0.0, 0.1])
-def test_an_mlp_that_would_drop_out_in_training_is_left_in_evaluation_too(p):
-    model = nn.Sequential(nn.Linear(32, 32), DroppingMLP(p)).eval()
-    found = recognise(model, as_call(torch.randn(5, 32)), Choices(), only=("gated_mlp",))
-    assert len(found.sites) == (p == 0) and (p == 0 or "drops out" in found.left[0].why)
+@pytest.mark.parametrize(("act", "options", "words"), [
+    (F.silu, {}, "SwiGLU between b, a, c"), (F.gelu, {}, "GEGLU between b, a, c"),
+    (nn.GELU(approximate="tanh"), {}, "GEGLU by tanh between b, a, c"), (F.relu, {}, "computes no SwiGLU and no GEGLU"),
+    (nn.SiLU(), {"p": 0.1}, "another function in training, as with dropout"),
+    (F.gelu, {"wide_down": True}, "its linears have different dtypes: torch.bfloat16, torch.float32"),
+])
+def test_a_gated_mlp_is_known_by_its_activation_and_left_where_it_drops_or_casts_in_between(act, options, words):
+    torch.manual_seed(0)
+    model = nn.Sequential(Gated(act, **options)).train()
+    found = recognise(model, as_call(torch.randn(5, 16, dtype=torch.bfloat16)), Choices(), only=("gated_mlp",))
+    said = [s.words for s, _ in found.sites] + [x.why for x in found.left]
+    assert len(said) == 1 and words in said[0] and len(found.sites) == words.count("between b, a, c")
+
+
+def test_a_gated_mlp_whose_down_starts_at_zero_is_known_all_the_same():
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(16, 16), Gated(F.gelu).float())
+    nn.init.zeros_(model[1].c.weight)
+    nn.init.zeros_(model[1].c.bias)
+    found = recognise(model, as_call(torch.randn(5, 16)), Choices(), only=("gated_mlp",))
+    assert [s.words for s, _ in found.sites] == ["GEGLU between b, a, c"] and not model[1].c.weight.any()
+
+
+@pytest.mark.parametrize(("rate", "training", "replaced"), [(0.0, True, 4), (0.1, False, 4), (0.1, True, 0)])
+def test_t5_has_its_gated_mlps_replaced_where_nothing_is_dropped(rate, training, replaced):
+    torch.manual_seed(0)
+    config = transformers.T5Config(
+        vocab_size=96, d_model=64, d_kv=16, d_ff=160, num_layers=2, num_heads=4, feed_forward_proj="gated-gelu",
+        dropout_rate=rate, decoder_start_token_id=0, pad_token_id=0,
+    )
+    model = transformers.T5ForConditionalGeneration(config).to(torch.bfloat16).train(training)
+    found = recognise(model, as_call(batch()), Choices(), only=("gated_mlp",))
+    assert [s.words for s, _ in found.sites] == ["GEGLU by tanh between wi_0, wi_1, wo"] * replaced
+    assert len(found.left) == 4 - replaced and all("dropout" in x.why for x in found.left)
+    together = Site("", model, lambda m, ops: _optimize.edits_of(found, m, ops), "all", compares=("['loss']",))
+    verdict = prove(together, as_call(batch()), Choices())
+    assert verdict.ok == bool(replaced), verdict.why
+
+
+def test_a_gated_mlp_replaced_in_eval_mode_drops_as_its_own_forward_does_once_it_is_trained():
+    torch.manual_seed(0)
+    model, x = nn.Sequential(Gated(F.gelu, p=0.5)).eval(), torch.randn(5, 16, dtype=torch.bfloat16)
+    found = recognise(model, as_call(x), Choices(), only=("gated_mlp",))
+    assert len(found.sites) == 1
+    found.ask(Choices())
+    model.train()
+    torch.manual_seed(1)
+    got = model(x)
+    found.restore()
+    torch.manual_seed(1)
+    assert torch.equal(got, model(x))
 
 
 def test_the_oracle_keeps_float64_where_a_module_would_round():

@@ -8,12 +8,12 @@ import triton
 import triton.language as tl
 
 from whet.op import Cost, Impl, Op, floating, lay, layout_of, nbytes
+from whet.ops._phi import CHOICES, _gelu_factor
 from whet.ops._rows import KERNEL_DTYPES
 from whet.parts import row_pieces
 from whet.torch_ops import Fused
 from whet.values import families
 
-CHOICES = ("none", "tanh")
 BLOCK, WARPS = 2048, 4  # 16 elements a thread: two 16-byte loads of bf16 in flight
 
 
@@ -45,40 +45,6 @@ def cost(x, approximate="none"):
 
 
 @triton.jit
-def _tanh_phi(x):
-    """p = (1 + tanh(z)) / 2 = sigmoid(2z) for z = sqrt(2/pi) * (x + 0.044715 * x^3), and its derivative over x.
-
-    From exp(-|2z|), which cannot overflow.  1 - p is never taken: dx would multiply its rounding error by 56 at x = 6.
-    """
-    xx = tl.minimum(x * x, 1000.0)  # there p is 0 or 1 already; beyond 1e19 an infinite square would make dx NaN
-    z2 = x * (1.5957691216057308 + 0.07135481627260025 * xx)
-    e = tl.exp(-tl.abs(z2))
-    r = 1.0 / (1.0 + e)
-    return tl.where(z2 < 0, e * r, r), e * r * r * (1.5957691216057308 + 0.21406444881780076 * xx)
-
-
-@triton.jit
-def _phi(x):
-    """The standard normal's cumulative probability of x, and its density, to fp32 precision."""
-    return 0.5 + 0.5 * tl.erf(x * 0.7071067811865476), 0.3989422804014327 * tl.exp(-0.5 * x * x)
-
-
-@triton.jit
-def _half_phi(x):
-    """_phi for x held in 16 bits: relative error under 5e-6 for every x, also where 1 + erf(x) cancels.
-
-    Phi(-a) = t * Q(t) * exp(-a^2 / 2), t = 1 / (1 + 0.31 * a), Q a minimax fit on [0, 14].  On sm_90 the forward takes 27
-    instructions an element in place of erf's 37, the backward 31 for 47; at 4.27 TB/s there is time for 31 and 46.
-    """
-    t = 1.0 / (1.0 + 0.31 * tl.abs(x))
-    q = 0.01574750880892237 + t * (0.18044879373741474 + t * -0.0739288554741394)
-    q = 0.12386059664995802 + t * (0.12044208088157873 + t * (0.13342755290472622 + t * q))
-    e = tl.exp2(x * x * -0.7213475204444817)
-    tail = t * q * e
-    return tl.where(x < 0, tail, 1.0 - tail), 0.3989422804014327 * e
-
-
-@triton.jit
 def _gelu_kernel(
     x_ptr,  # input
     y_ptr,  # output
@@ -93,12 +59,7 @@ def _gelu_kernel(
     """
     n = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     x = tl.load(x_ptr + n, mask=n < N, other=0.0).to(tl.float32)
-    if TANH:
-        p, _ = _tanh_phi(x)
-    elif x_ptr.dtype.element_ty == tl.float32:
-        p, _ = _phi(x)
-    else:
-        p, _ = _half_phi(x)
+    p, _ = _gelu_factor(x, x_ptr, TANH)
     tl.store(y_ptr + n, x * p, mask=n < N)
 
 
@@ -118,12 +79,7 @@ def _gelu_bwd_kernel(
     n = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     x = tl.load(x_ptr + n, mask=n < N, other=0.0).to(tl.float32)
     dy = tl.load(dy_ptr + n, mask=n < N, other=0.0).to(tl.float32)
-    if TANH:
-        p, density = _tanh_phi(x)
-    elif x_ptr.dtype.element_ty == tl.float32:
-        p, density = _phi(x)
-    else:
-        p, density = _half_phi(x)
+    p, density = _gelu_factor(x, x_ptr, TANH)
     tl.store(dx_ptr + n, dy * (p + x * density), mask=n < N)
 
 

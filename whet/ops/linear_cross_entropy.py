@@ -1,11 +1,11 @@
-"""linear_cross_entropy: the loss of the last layer, x @ w.T and cross_entropy in one, without ever holding all logits.
+"""linear_cross_entropy: the loss of the last layer, x @ w.T + b and cross_entropy in one, without ever holding all logits.
 
 Fuses   the projection, the softmax and both gradients: logits live in one chunk of rows at a time.
 Moves   three matrix products, and each chunk of logits four times over; no M*V buffer. Extra memory: a
         chunk (CHUNK_BYTES, or w's size where that is more), dx and dw.
 Rounds  logits to x's dtype, as F.linear does; the softmax in fp32; its gradient, unscaled, to x's dtype. dx is rounded after
         its product and after the upstream scale. dw is summed over chunks in fp32 and rounded once, or, for bf16 weights
-        whose fp32 sum would pass ACCUMULATOR_BYTES, summed in bf16 with one rounding per chunk.
+        whose fp32 sum would pass ACCUMULATOR_BYTES, summed in bf16 with one rounding per chunk. db is summed in fp32.
 """
 
 import functools
@@ -29,26 +29,31 @@ ACCUMULATOR_BYTES = 256 << 20  # an fp32 dw above this would cost more than the 
 COLUMNS = 16  # a logits row is padded to a multiple: 16-byte rows for any V, so only D % 8 != 0 leaves products misaligned
 
 
-def reference(x, w, target, ignore_index=-100, reduction="mean", label_smoothing=0.0, softcap=None, num_items=None):
-    """cross_entropy(x @ w.T, target): x (..., D), w (V, D), target (...); options and loss dtype are cross_entropy's."""
-    return loss_of_logits(F.linear(x, w), target, ignore_index, reduction, label_smoothing, softcap, num_items)
+def reference(x, w, target, ignore_index=-100, reduction="mean", label_smoothing=0.0, softcap=None, num_items=None, b=None):
+    """cross_entropy(x @ w.T + b, target): x (..., D), w (V, D), target (...), b (V,) or None; the rest is cross_entropy's."""
+    return loss_of_logits(F.linear(x, w, b), target, ignore_index, reduction, label_smoothing, softcap, num_items)
 
 
-def inputs(dtype, device, M, D, V, layout="contiguous", w_layout="contiguous", target_dtype="int64", ignored="some", **options):
+def inputs(
+    dtype, device, M, D, V, layout="contiguous", w_layout="contiguous", target_dtype="int64", ignored="some", bias=False,
+    **options,
+):
     args = some_options(M, device, **options)
     x = lay(torch.randn(M, D, device=device).to(dtype), layout)
     w = lay((2 * D**-0.5 * torch.randn(V, D, device=device)).to(dtype), w_layout)
-    return dict(x=x, w=w, target=some_targets(M, V, device, target_dtype, args["ignore_index"], ignored), **args)
+    target = some_targets(M, V, device, target_dtype, args["ignore_index"], ignored)
+    return dict(x=x, w=w, target=target, **args, b=torch.randn(V, device=device).to(dtype) if bias else None)
 
 
-def case_of(x, w, target, **options):
+def case_of(x, w, target, b=None, **options):
     case = dict(M=x.numel() // max(1, x.shape[-1]), D=x.shape[-1], V=w.shape[0], layout=layout_of(x))
     case |= {} if w.is_contiguous() else dict(w_layout=layout_of(w))
+    case |= {} if b is None else dict(bias=True)
     return case | options_of(target, **options)
 
 
-def check(x, w, target, **options):
-    if reason := floating(x=x, w=w) or same_device(x=x, w=w, target=target):
+def check(x, w, target, b=None, **options):
+    if reason := floating(x=x, w=w, b=b) or same_device(x=x, w=w, target=target, b=b):
         return reason
     if x.dim() < 1 or w.dim() != 2 or w.shape[1] != x.shape[-1] or w.numel() < 1:
         return f"w must have shape (V, {x.shape[-1] if x.dim() else 'D'}) to match x.shape[-1], got {tuple(w.shape)}"
@@ -56,12 +61,16 @@ def check(x, w, target, **options):
         return f"target must have shape {tuple(x.shape[:-1])} to match x.shape[:-1], got {tuple(target.shape)}"
     if w.dtype != x.dtype and not torch.is_autocast_enabled(x.device.type):
         return f"w must have x's dtype {x.dtype} outside autocast, got {w.dtype}"
+    if b is not None and b.shape != w.shape[:1]:
+        return f"b must have shape ({w.shape[0]},) to match w.shape[0], got {tuple(b.shape)}"
+    if b is not None and b.dtype != x.dtype and not torch.is_autocast_enabled(x.device.type):
+        return f"b must have x's dtype {x.dtype} outside autocast, got {b.dtype}"
     return check_options(target, **options)
 
 
-def cost(x, w, target, **options):
-    product = 2 * x.numel() * w.shape[0]
-    return Cost(bytes=nbytes(x, w, target) + 4, flops=product, bwd_bytes=nbytes(x, w, target, x, w), bwd_flops=2 * product)
+def cost(x, w, target, b=None, **options):
+    product, given = 2 * x.numel() * w.shape[0], nbytes(x, w, target, b)
+    return Cost(bytes=given + 4, flops=product, bwd_bytes=given + nbytes(x, w, b), bwd_flops=2 * product)
 
 
 @triton.jit
@@ -128,13 +137,14 @@ def add_product(dw, dz, x, first: bool):
 
 
 class Walk:
-    """The rows of one call, chunk by chunk, with the gradients that were asked for."""
+    """The rows of one call, chunk by chunk, with the gradients that were asked for. A b of no elements is none."""
 
-    def __init__(self, x, w, target, need_dx: bool, need_dw: bool):
-        self.x, self.w, self.target = unit_rows(x), w, target.reshape(-1).contiguous()
+    def __init__(self, x, w, b, target, need_dx: bool, need_dw: bool, need_db: bool):
+        self.x, self.w, self.b, self.target = unit_rows(x), w, b, target.reshape(-1).contiguous()
         self.M, self.V = self.x.shape[0], w.shape[0]
         self.dx = torch.empty(x.shape if need_dx else 0, dtype=x.dtype, device=x.device)
         self.dw = torch.empty(w.shape if need_dw else 0, dtype=sum_dtype(w), device=x.device)
+        self.db = torch.zeros(b.shape if need_db else 0, dtype=torch.float32, device=x.device)
         if not self.M:
             self.dw.zero_()
 
@@ -145,7 +155,10 @@ class Walk:
         buffer = torch.empty(cuts[0].stop if cuts else 0, P, dtype=self.x.dtype, device=self.x.device)
         for cut in cuts:
             z = buffer[: cut.stop - cut.start]
-            torch.mm(self.x[cut], self.w.t(), out=z[:, : self.V])
+            if self.b.numel():
+                torch.addmm(self.b, self.x[cut], self.w.t(), out=z[:, : self.V])
+            else:
+                torch.mm(self.x[cut], self.w.t(), out=z[:, : self.V])
             yield cut, z
 
     def add(self, cut: slice, dz: torch.Tensor):
@@ -154,30 +167,32 @@ class Walk:
             torch.mm(dz, self.w, out=self.dx.view(self.x.shape)[cut])
         if self.dw.numel():
             add_product(self.dw, dz, self.x[cut], first=cut.start == 0)
+        if self.db.numel():
+            self.db += dz.sum(0, dtype=torch.float32)
 
 
-def forward(x, w, target, ignore_index, reduction, smoothing, softcap, num_items, need_dx, need_dw):
-    """mean and sum: every row has the same upstream gradient, so dx and dw are made here, unscaled, from logits at hand."""
-    walk = Walk(x, w, target, need_dx, need_dw)
+def forward(x, w, target, ignore_index, reduction, smoothing, softcap, num_items, b, need_dx, need_dw, need_db):
+    """mean and sum: every row has the same upstream gradient, so gradients are made here, unscaled, from logits at hand."""
+    walk = Walk(x, w, b, target, need_dx, need_dw, need_db)
     loss = torch.empty(walk.M, dtype=torch.float32, device=x.device)
     stats = torch.empty(2, walk.M, dtype=torch.float32, device=x.device)
     for cut, z in walk:
-        if need_dx or need_dw:
+        if need_dx or need_dw or need_db:
             kernels.losses_and_dlogits(z, walk.V, walk.target[cut], ignore_index, smoothing, softcap, loss[cut])
             walk.add(cut, z)
         else:
             kernels.losses(z, walk.V, walk.target[cut], ignore_index, smoothing, softcap, loss[cut], stats[:, cut])
     loss, scale = kernels.reduced(loss, walk.target, ignore_index, reduction == "mean", num_items)
-    return loss, walk.dx, walk.dw, scale
+    return loss, walk.dx, walk.dw, walk.db, scale
 
 
-def backward(dloss, dx, dw, scale):
-    return scaled(dx, dloss, scale, dx.dtype), scaled(dw, dloss, scale, dx.dtype)
+def backward(dloss, dx, dw, db, scale):
+    return tuple(scaled(grad, dloss, scale, dx.dtype) for grad in (dx, dw, db))
 
 
-def rows_forward(x, w, target, ignore_index, smoothing, softcap, need_dx, need_dw):
+def rows_forward(x, w, target, ignore_index, smoothing, softcap, b, need_dx, need_dw, need_db):
     """none: the upstream gradient differs by row and is not known yet; keep what the softmax is made again from."""
-    walk = Walk(x, w, target, False, False)
+    walk = Walk(x, w, b, target, False, False, False)
     out = torch.empty(target.shape, dtype=torch.float32, device=x.device)  # no view: it may be changed in place
     loss = out.view(-1)
     stats = torch.empty(2, walk.M, dtype=torch.float32, device=x.device)
@@ -186,47 +201,48 @@ def rows_forward(x, w, target, ignore_index, smoothing, softcap, need_dx, need_d
     return out, stats
 
 
-def rows_backward(dloss, x, w, target, stats, ignore_index, smoothing, softcap, need_dx, need_dw):
-    walk = Walk(x, w, target, need_dx, need_dw)
+def rows_backward(dloss, x, w, target, b, stats, ignore_index, smoothing, softcap, need_dx, need_dw, need_db):
+    walk = Walk(x, w, b, target, need_dx, need_dw, need_db)
     dloss, one = dloss.reshape(-1), torch.ones((), dtype=torch.float32, device=x.device)
     for cut, z in walk:
         kernels.dlogits(z, walk.V, walk.target[cut], stats[:, cut], dloss[cut], one, ignore_index, smoothing, softcap, z)
         walk.add(cut, z)
-    return walk.dx, walk.dw.to(w.dtype)
+    return walk.dx, walk.dw.to(w.dtype), walk.db.to(b.dtype)
 
 
-def _fake(x, w, target, ignore_index, reduction, smoothing, softcap, num_items, need_dx, need_dw):
+def _fake(x, w, target, ignore_index, reduction, smoothing, softcap, num_items, b, need_dx, need_dw, need_db):
     scalar = x.new_empty((), dtype=torch.float32)
     dw = w.new_empty(w.shape if need_dw else 0, dtype=sum_dtype(w))
-    return scalar, x.new_empty(x.shape if need_dx else 0), dw, torch.empty_like(scalar)
+    db = b.new_empty(b.shape if need_db else 0, dtype=torch.float32)
+    return scalar, x.new_empty(x.shape if need_dx else 0), dw, db, torch.empty_like(scalar)
 
 
-def _rows_fake(x, w, target, ignore_index, smoothing, softcap, need_dx, need_dw):
+def _rows_fake(x, w, target, ignore_index, smoothing, softcap, b, need_dx, need_dw, need_db):
     return x.new_empty(target.shape, dtype=torch.float32), x.new_empty((2, target.numel()), dtype=torch.float32)
 
 
-def _rows_bwd_fake(dloss, x, w, target, stats, ignore_index, smoothing, softcap, need_dx, need_dw):
-    return x.new_empty(x.shape if need_dx else 0), w.new_empty(w.shape if need_dw else 0)
+def _rows_bwd_fake(dloss, x, w, target, b, stats, ignore_index, smoothing, softcap, need_dx, need_dw, need_db):
+    return tuple(t.new_empty(t.shape if need else 0) for t, need in ((x, need_dx), (w, need_dw), (b, need_db)))
 
 
 FUSED = Fused(
     "linear_cross_entropy",
     "(Tensor x, Tensor w, Tensor target, int ignore_index, str reduction, float smoothing, float softcap, Tensor? num_items,"
-    " bool need_dx, bool need_dw) -> (Tensor, Tensor, Tensor, Tensor)", forward, _fake,
-    "(Tensor dloss, Tensor dx, Tensor dw, Tensor scale) -> (Tensor, Tensor)", backward,
-    lambda dloss, dx, dw, scale: (dx.new_empty(dx.shape), dx.new_empty(dw.shape)),
+    " Tensor b, bool need_dx, bool need_dw, bool need_db) -> (Tensor, Tensor, Tensor, Tensor, Tensor)", forward, _fake,
+    "(Tensor dloss, Tensor dx, Tensor dw, Tensor db, Tensor scale) -> (Tensor, Tensor, Tensor)", backward,
+    lambda dloss, dx, dw, db, scale: tuple(dx.new_empty(grad.shape) for grad in (dx, dw, db)),
     save=lambda args, results: (results[1:], ()),
-    grads_to=(0, 1) + (None,) * 8,
+    grads_to=(0, 1) + (None,) * 6 + (2,) + (None,) * 3,
 )
 
 ROWS = Fused(
     "linear_cross_entropy_rows",
-    "(Tensor x, Tensor w, Tensor target, int ignore_index, float smoothing, float softcap, bool need_dx, bool need_dw)"
-    " -> (Tensor, Tensor)", rows_forward, _rows_fake,
-    "(Tensor dloss, Tensor x, Tensor w, Tensor target, Tensor stats, int ignore_index, float smoothing, float softcap,"
-    " bool need_dx, bool need_dw) -> (Tensor, Tensor)", rows_backward, _rows_bwd_fake,
-    save=lambda args, results: ((*args[:3], results[1]), args[3:]),
-    grads_to=(0, 1) + (None,) * 6,
+    "(Tensor x, Tensor w, Tensor target, int ignore_index, float smoothing, float softcap, Tensor b,"
+    " bool need_dx, bool need_dw, bool need_db) -> (Tensor, Tensor)", rows_forward, _rows_fake,
+    "(Tensor dloss, Tensor x, Tensor w, Tensor target, Tensor b, Tensor stats, int ignore_index, float smoothing,"
+    " float softcap, bool need_dx, bool need_dw, bool need_db) -> (Tensor, Tensor, Tensor)", rows_backward, _rows_bwd_fake,
+    save=lambda args, results: ((*args[:3], args[6], results[1]), (*args[3:6], *args[7:])),
+    grads_to=(0, 1) + (None,) * 4 + (2,) + (None,) * 3,
 )
 
 
@@ -236,37 +252,41 @@ def refuses(x, w, target, **options):
     return None
 
 
-def run_triton(x, w, target, ignore_index=-100, reduction="mean", label_smoothing=0.0, softcap=None, num_items=None):
+def run_triton(
+    x, w, target, ignore_index=-100, reduction="mean", label_smoothing=0.0, softcap=None, num_items=None, b=None,
+):
+    b = x.new_empty(0) if b is None else b
     if torch.is_autocast_enabled(x.device.type):
         dtype = torch.get_autocast_dtype(x.device.type)
-        x, w = x.to(dtype), w.to(dtype)
+        x, w, b = x.to(dtype), w.to(dtype), b.to(dtype)
     grad = torch.is_grad_enabled()
     need_dx, need_dw = grad and x.requires_grad, grad and w.requires_grad
+    need = need_dx, need_dw, grad and b.requires_grad
     smoothing, cap = float(label_smoothing), float(softcap or 0.0)
     if reduction == "none":
-        return ROWS(x, w, target, ignore_index, smoothing, cap, need_dx, need_dw)
+        return ROWS(x, w, target, ignore_index, smoothing, cap, b, *need)
     items = kernels.as_tensor(num_items, x.device)
-    return FUSED(x, w, target, ignore_index, reduction, smoothing, cap, items, need_dx, need_dw)
+    return FUSED(x, w, target, ignore_index, reduction, smoothing, cap, items, b, *need)
 
 
-def run_torch(x, w, target, ignore_index=-100, reduction="mean", label_smoothing=0.0, softcap=None, num_items=None):
-    return torch_loss_of_logits(F.linear(x, w), target, ignore_index, reduction, label_smoothing, softcap, num_items)
+def run_torch(x, w, target, ignore_index=-100, reduction="mean", label_smoothing=0.0, softcap=None, num_items=None, b=None):
+    return torch_loss_of_logits(F.linear(x, w, b), target, ignore_index, reduction, label_smoothing, softcap, num_items)
 
 
-def liger_refuses(x, w, target, **options):
+def liger_refuses(x, w, target, b=None, **options):
     if x.dtype not in KERNEL_DTYPES:
         return f"x must be float32, float16 or bfloat16, got {x.dtype}"
-    if w.requires_grad and not x.requires_grad:
-        return "x must require a gradient when w does: without it no gradient of w is made"
+    if (w.requires_grad or b is not None and b.requires_grad) and not x.requires_grad:
+        return "x must require a gradient when w or b does: without it none of w or b is made"
     return None if x.numel() else "x must not be empty"
 
 
-def run_liger(x, w, target, ignore_index=-100, reduction="mean", label_smoothing=0.0, softcap=None, num_items=None):
+def run_liger(x, w, target, ignore_index=-100, reduction="mean", label_smoothing=0.0, softcap=None, num_items=None, b=None):
     from liger_kernel.ops.fused_linear_cross_entropy import LigerFusedLinearCrossEntropyFunction
 
     how = reduction if num_items is None else "sum"
     loss = LigerFusedLinearCrossEntropyFunction.apply(
-        rows(x), w, target.reshape(-1).contiguous(), None, None, ignore_index, 0.0, label_smoothing, how, softcap
+        rows(x), w, target.reshape(-1).contiguous(), b, None, ignore_index, 0.0, label_smoothing, how, softcap
     )[0]
     return loss.view(target.shape) if reduction == "none" else loss if num_items is None else (loss / num_items).to(loss.dtype)
 
@@ -288,22 +308,25 @@ OP = Op(
         dict(M=9, D=16, V=100, num_items="number"), dict(M=9, D=16, V=100, num_items="tensor"),
         dict(M=9, D=16, V=100, target_dtype="int32", ignore_index=3),
         dict(M=9, D=24, V=301, reduction="none", label_smoothing=0.2, softcap=10.0, ignore_index=0, layout="sliced"),
+        dict(M=7, D=24, V=100, bias=True), dict(M=0, D=16, V=64, bias=True),
+        dict(M=9, D=16, V=100, bias=True, reduction="none"),
+        dict(M=9, D=16, V=101, bias=True, label_smoothing=0.1, softcap=5.0, num_items="tensor", layout="transposed"),
     ),
     shapes={f"{M}x{D}x{V}": dict(M=M, D=D, V=V) for M, D, V in ((8192, 768, 50304), (8192, 1024, 151936), (1024, 512, 1000))},
     cost=cost,
-    grads=("x", "w"),
+    grads=("x", "w", "b"),
     impls={
         "torch": Impl(run_torch),
         "triton": Impl(run_triton, refuses, needs="triton", limits=("dtypes other than fp32, fp16, bf16",)),
         "liger": Impl(
             run_liger, liger_refuses, needs="liger_kernel", no_graph="reads the number of targets back to the host",
-            limits=("dtypes other than fp32, fp16, bf16", "an empty batch", "a gradient of w without one of x"),
+            limits=("dtypes other than fp32, fp16, bf16", "an empty batch", "a gradient of w or b without one of x"),
         ),
     },
     dynamic=("M",),
     tiny=dict(M=16, D=32, V=300),
-    hostile=families(("x",), ("w",), limit=2.0**8, **HOSTILE),
+    hostile=families(("x",), ("w", "b"), limit=2.0**8, **HOSTILE),
     coarse=("output 0",),
-    pieces=loss_pieces("x", added=("w",)),
+    pieces=loss_pieces("x", added=("w", "b")),
     kinds=KINDS,
 )

@@ -1,7 +1,8 @@
-"""Gated MLPs: down(silu(gate(x)) * up(x)), gate and up apart or in one product; the linears stay what they are, LoRA or not."""
+"""Gated MLPs: down(act(gate(x)) * up(x)), act a SiLU or a GELU, gate and up apart or in one product; the linears stay."""
 
 import itertools
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -11,7 +12,27 @@ from torch import nn
 from whet.swap import Left, Met, Site, new_forward
 from whet.swap._proof import Float64Everywhere, close, copied, plainly_called
 
-CLOSE = 1e-5
+CLOSE = 1e-5  # of the size of the result; of several formulas as close as that, the nearest
+SPREAD = 4.0  # the largest gate of the probe: there a SiLU and both GELUs differ
+ACTIVATIONS: dict[str, tuple[str, tuple, Callable]] = {  # words: op, options after gate and up, the stock function
+    "SwiGLU": ("swiglu", (), F.silu),
+    "GEGLU": ("geglu", ("none",), F.gelu),
+    "GEGLU by tanh": ("geglu", ("tanh",), lambda x: F.gelu(x, approximate="tanh")),
+}
+
+
+@dataclass(frozen=True)
+class GatedForm:
+    """What a gated MLP computes.
+
+    activation   one of ACTIVATIONS
+    names        of its linears: (gate, up, down) or (gate_up, down)
+    in_training  whether it computes the same in training mode; dropout does not
+    """
+
+    activation: str
+    names: tuple[str, ...]
+    in_training: bool = True
 
 
 def linears(module: nn.Module) -> dict[str, Any]:
@@ -20,7 +41,7 @@ def linears(module: nn.Module) -> dict[str, Any]:
     return {n: m for n, m in sized.items() if isinstance(m.in_features, int)}
 
 
-def forms(module: nn.Module) -> Iterator[tuple[str, ...]]:
+def layouts(module: nn.Module) -> Iterator[tuple[str, ...]]:
     """(gate, up, down) or (gate_up, down), by the names of children, where the sizes fit."""
     found = linears(module)
     wide = {n: (m.in_features, m.out_features) for n, m in found.items()}
@@ -34,55 +55,90 @@ def forms(module: nn.Module) -> Iterator[tuple[str, ...]]:
                 yield packed, down
 
 
-def formula(module: nn.Module, form: tuple[str, ...], x: torch.Tensor) -> torch.Tensor:
-    *inner, down = (getattr(module, name) for name in form)
+def formula(module: nn.Module, form: GatedForm, x: torch.Tensor) -> torch.Tensor:
+    *inner, down = (getattr(module, name) for name in form.names)
     gate, up = (inner[0](x), inner[1](x)) if len(inner) == 2 else inner[0](x).chunk(2, -1)
-    return down(F.silu(gate) * up)
+    return down(ACTIVATIONS[form.activation][2](gate) * up)
 
 
-def form_of(module: nn.Module, x: torch.Tensor) -> tuple[str, ...] | None:
-    """The names of the linears, where the module computes a SwiGLU, in training as in evaluation."""
-    twin = copied(module, torch.float64)
+def apart_by(module: nn.Module, form: GatedForm, x: torch.Tensor) -> float:
+    """How far the formula lies from what the module computes, as a share of the largest value; linears drop alike in both."""
+    torch.manual_seed(0)
+    got = module(x)
+    torch.manual_seed(0)
+    want = formula(module, form, x)
+    if not isinstance(got, torch.Tensor) or got.shape != want.shape:
+        return float("inf")
+    return float((got - want).abs().max() / want.abs().max())
+
+
+def form_of(module: nn.Module, x: torch.Tensor) -> GatedForm | None:
+    """What the module computes in eval mode, where that is a gated activation between its linears.
+
+    Asked of a copy whose weights are moved at random: a down that starts at zero would make every formula right.
+    """
+    twin = copied(module, torch.float64).eval()
     with torch.no_grad(), torch.random.fork_rng(), Float64Everywhere():
+        torch.manual_seed(0)
+        for p in (p for p in twin.parameters() if p.is_floating_point() and p.dim()):
+            p.add_(torch.randn_like(p) * p.shape[-1] ** -0.5)
         x = x.detach().double()
-        got = [twin.train(mode)(x) for mode in (True, False)]
-        for form in forms(twin):
-            want = formula(twin, form, x)
-            if all(close(y, want, CLOSE) for y in got):
-                return form
-    return None
+        errors = {}
+        for names in layouts(twin):
+            spread = x * (SPREAD / getattr(twin, names[0])(x).abs().max())
+            for form in (GatedForm(activation, names) for activation in ACTIVATIONS):
+                if close(twin(x), formula(twin, form, x), CLOSE):
+                    errors[form] = apart_by(twin, form, spread)
+        best = min(errors, key=lambda form: errors[form], default=None)
+        if best is None or not errors[best] <= CLOSE:
+            return None
+        return replace(best, in_training=apart_by(twin.train(), best, x) <= CLOSE)
 
 
-def replaced(ops, form: tuple[str, ...]) -> Callable:
-    swiglu, (*inner, down) = ops.swiglu, form
+def replaced(ops, form: GatedForm) -> Callable:
+    op, options, _ = ACTIVATIONS[form.activation]
+    activation, (*inner, down) = getattr(ops, op), form.names
 
-    def apart(self, x, *rest, **options):
-        if rest or options:
-            return self._whet_forward(x, *rest, **options)
+    def apart(self, x, *rest, **others):
+        if rest or others or self.training and not form.in_training:
+            return self._whet_forward(x, *rest, **others)
         gate, up = inner
-        return getattr(self, down)(swiglu(getattr(self, gate)(x), getattr(self, up)(x)))
+        return getattr(self, down)(activation(getattr(self, gate)(x), getattr(self, up)(x), *options))
 
-    def packed(self, x, *rest, **options):
-        if rest or options:
-            return self._whet_forward(x, *rest, **options)
-        return getattr(self, down)(swiglu(getattr(self, inner[0])(x)))
+    def packed(self, x, *rest, **others):
+        if rest or others or self.training and not form.in_training:
+            return self._whet_forward(x, *rest, **others)
+        return getattr(self, down)(activation(getattr(self, inner[0])(x), None, *options))
 
     return apart if len(inner) == 2 else packed
 
 
+def refusal(module: nn.Module, form: GatedForm | None) -> str | None:
+    if form is None:
+        return f"{type(module).__name__} has the linears of a gated MLP and computes no SwiGLU and no GEGLU"
+    if module.training and not form.in_training:
+        return f"it is a {form.activation} in eval mode and another function in training, as with dropout"
+    weights = [getattr(getattr(module, name), "weight", None) for name in form.names]
+    dtypes = {w.dtype for w in weights if isinstance(w, torch.Tensor)}
+    if len(dtypes) > 1:  # such as T5's, whose wo stays in float32: its forward casts in between
+        return f"its linears have different dtypes: {', '.join(sorted(map(str, dtypes)))}"
+    return None
+
+
 def find(model: nn.Module, met: dict[str, Met]) -> Iterator[Site | Left]:
     for path, module in model.named_modules():
-        if path not in met or not any(True for _ in forms(module)):
+        if path not in met or not any(True for _ in layouts(module)):
             continue
         if not plainly_called(met[path]):
             yield Left(path, "it is called with more than one tensor")
             continue
         form = form_of(module, met[path].args[0])
-        if form is None:
-            yield Left(path, f"{type(module).__name__} has the linears of a gated MLP and computes no SwiGLU, or drops out")
+        if why := refusal(module, form):
+            yield Left(path, why)
             continue
+        assert form is not None
 
         def edits(module, ops, form=form):
             return new_forward(module, replaced(ops, form))
 
-        yield Site(path, module, edits, f"SwiGLU between {', '.join(form)}")
+        yield Site(path, module, edits, f"{form.activation} between {', '.join(form.names)}")

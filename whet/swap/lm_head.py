@@ -36,8 +36,6 @@ def refusal(model: nn.Module, head: Any) -> str | None:
         return f"its loss is {name or 'its own'}, not Transformers' ForCausalLMLoss"
     if type(head) is not nn.Linear:
         return f"its head is a {type(head).__name__}, not a plain linear layer"
-    if head.bias is not None:
-        return "its head has a bias"
     return None
 
 
@@ -70,14 +68,15 @@ def edits(model: nn.Module, ops) -> list[Edit]:
     head, passed, loss_of = head_of(model), Passed(), ops.linear_cross_entropy
 
     def loss(self, logits, labels, vocab_size, num_items_in_batch=None, ignore_index=-100, shift_labels=None, **options):
-        passed, w = self._whet_passed, head_of(self).weight
+        passed, head = self._whet_passed, head_of(self)
+        w, b = head.weight, head.bias
         if not passed.on or logits is not passed.hidden or vocab_size != w.shape[0]:
             counts = dict(num_items_in_batch=num_items_in_batch, ignore_index=ignore_index, shift_labels=shift_labels)
             return self._whet_loss(logits, labels, vocab_size, **counts, **options)
         passed.used = True
         if shift_labels is None:
             shift_labels = F.pad(labels, (0, 1), value=ignore_index)[..., 1:]
-        return loss_of(logits, w, shift_labels.to(logits.device), ignore_index, "mean", 0.0, None, num_items_in_batch)
+        return loss_of(logits, w, shift_labels.to(logits.device), ignore_index, "mean", 0.0, None, num_items_in_batch, b)
 
     return [
         *new_forward(head, head_forward), *new_forward(model, forward), Edit(head, "_whet_passed", passed),
@@ -100,8 +99,8 @@ def find(model: nn.Module, met: dict[str, Met]) -> Iterator[Site | Left]:
     if not model.training:
         yield Left("", "it is in eval mode, where logits are wanted beside the loss")
         return
+    words = f"head of {head.weight.shape[0]:,} words{'' if head.bias is None else ', with a bias,'} and its loss"
     yield Site(
-        "", model, edits, f"head of {head.weight.shape[0]:,} words and its loss", compares=("['loss']",),
-        serves=served, drops="unless kept",
+        "", model, edits, words, compares=("['loss']",), serves=served, drops="unless kept",
         unasked="its forward computes the loss itself, or changes the logits, and never asks its loss_function",
     )

@@ -1,5 +1,6 @@
 """Rotary embedding in Hugging Face attention: `apply_rotary_pos_emb(q, k, cos, sin)` as this one module's forward calls it."""
 
+import inspect
 import types
 from collections.abc import Callable, Iterator
 
@@ -10,6 +11,7 @@ from whet.swap import Left, Met, Site, new_forward
 from whet.swap._globals import plain_function, with_globals
 
 NAME = "apply_rotary_pos_emb"
+ARGUMENTS = ("q", "k", "cos", "sin")
 
 
 def own_forward(module: nn.Module) -> types.FunctionType | None:
@@ -41,6 +43,10 @@ def find(model: nn.Module, met: dict[str, Met]) -> Iterator[Site | Left]:
     for path, module in model.named_modules():
         forward = own_forward(module)
         if path not in met or forward is None:
+            continue
+        given = tuple(inspect.signature(forward.__globals__[NAME]).parameters)
+        if given[:4] != ARGUMENTS:
+            yield Left(path, f"its {NAME} takes ({', '.join(given)}), not ({', '.join(ARGUMENTS)})")
             continue
 
         def edits(module, ops):

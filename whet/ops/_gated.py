@@ -1,0 +1,111 @@
+"""What gated activations share, act(gate) * up of two tensors or of the halves of one: their arguments, tiles and launchers."""
+
+import torch
+
+from whet.op import Cost, floating, lay, layout_of, nbytes, same_device
+from whet.ops._rows import KERNEL_DTYPES, cdiv, unit_rows
+
+TILE, WARPS = 1024, 4  # 8 elements a thread of every tensor: one 16-byte load each of bf16
+CASES: tuple[dict, ...] = (
+    dict(M=1, N=128), dict(M=7, N=100), dict(M=33, N=384), dict(M=0, N=64), dict(M=3, N=1), dict(M=5, N=1365),
+    dict(M=9, N=96, layout="sliced"), dict(M=9, N=96, layout="transposed"), dict(M=9, N=96, layout="expanded"),
+    dict(M=1, N=128, packed=True), dict(M=7, N=100, packed=True), dict(M=0, N=64, packed=True),
+    dict(M=5, N=1365, packed=True), dict(M=9, N=96, packed=True, layout="sliced"),
+    dict(M=9, N=96, packed=True, layout="transposed"), dict(M=9, N=96, packed=True, layout="expanded"),
+)
+
+
+def inputs(dtype, device, M, N, packed=False, layout="contiguous"):
+    if packed:
+        return dict(gate=lay(torch.randn(M, 2 * N, dtype=dtype, device=device), layout), up=None)
+    gate, up = (lay(torch.randn(M, N, dtype=dtype, device=device), layout) for _ in range(2))
+    return dict(gate=gate, up=up)
+
+
+def case_of(gate, up=None):
+    width = gate.shape[-1]
+    N = width // 2 if up is None else width
+    return dict(M=gate.numel() // max(1, width), N=N, packed=up is None, layout=layout_of(gate))
+
+
+def check(gate, up=None):
+    if reason := floating(gate=gate, up=up) or same_device(gate=gate, up=up):
+        return reason
+    if gate.dim() < 1:
+        return "gate must have at least one dimension, got a scalar"
+    if up is None:
+        return f"gate.shape[-1] must be even when up is None, got {gate.shape[-1]}" if gate.shape[-1] % 2 else None
+    if up.shape != gate.shape:
+        return f"up must have shape {tuple(gate.shape)} to match gate, got {tuple(up.shape)}"
+    if up.dtype != gate.dtype:
+        return f"up must have gate's dtype {gate.dtype}, got {up.dtype}"
+    return None
+
+
+def cost(gate, up, flops: int, bwd_flops: int) -> Cost:
+    """What is moved, and this many flops an element of the result."""
+    both = nbytes(gate, up)
+    n = gate.numel() // 2 if up is None else gate.numel()
+    return Cost(bytes=both + both // 2, flops=flops * n, bwd_bytes=both + both // 2 + both, bwd_flops=bwd_flops * n)
+
+
+def refuses(gate, up=None, **options):
+    return None if gate.dtype in KERNEL_DTYPES else f"gate must be float32, float16 or bfloat16, got {gate.dtype}"
+
+
+def cut(N: int) -> tuple[int, int]:
+    """BLOCK_M, BLOCK_N of TILE elements: the longest stretch of a row that leaves at most one lane in sixteen idle."""
+    BLOCK_N = TILE
+    while BLOCK_N > 64 and 16 * (cdiv(N, BLOCK_N) * BLOCK_N - N) > N:
+        BLOCK_N //= 2
+    return TILE // BLOCK_N, BLOCK_N
+
+
+def as_rows(*tensors):
+    """All as (M, N) with unit stride in N; as one long row where every one is contiguous."""
+    if all(t.is_contiguous() for t in tensors):
+        return [t.view(1, -1) for t in tensors]
+    return [unit_rows(t) for t in tensors]
+
+
+def halves(packed):
+    """Gate and up as (M, N) views of the rows of a packed tensor."""
+    packed = unit_rows(packed)
+    return packed.chunk(2, 1)
+
+
+def launch(kernel, *tensors, **variant):
+    M, N = tensors[0].shape
+    BLOCK_M, BLOCK_N = cut(N)
+    grid = (cdiv(M, BLOCK_M) * cdiv(N, BLOCK_N),)
+    strides = [t.stride(0) for t in tensors]
+    kernel[grid](*tensors, *strides, M, N, BLOCK_M=BLOCK_M, BLOCK_N=BLOCK_N, num_warps=WARPS, **variant)
+
+
+def forward(kernel, gate, up, **variant):
+    """y of a kernel(gate, up, y) and of the constexprs that say which formula."""
+    y = torch.empty_like(gate, memory_format=torch.contiguous_format)
+    if y.numel():
+        launch(kernel, *as_rows(gate, up, y), **variant)
+    return y
+
+
+def backward(kernel, dy, gate, up, **variant):
+    dgate, dup = (torch.empty_like(gate, memory_format=torch.contiguous_format) for _ in range(2))
+    if dgate.numel():
+        launch(kernel, *as_rows(dy, gate, up, dgate, dup), **variant)
+    return dgate, dup
+
+
+def forward_packed(kernel, packed, **variant):
+    y = torch.empty(*packed.shape[:-1], packed.shape[-1] // 2, dtype=packed.dtype, device=packed.device)
+    if y.numel():
+        launch(kernel, *halves(packed), unit_rows(y), **variant)
+    return y
+
+
+def backward_packed(kernel, dy, packed, **variant):
+    grad = torch.empty_like(packed, memory_format=torch.contiguous_format)
+    if grad.numel():
+        launch(kernel, unit_rows(dy), *halves(packed), *halves(grad), **variant)
+    return grad
