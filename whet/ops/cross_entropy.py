@@ -14,22 +14,46 @@ KINDS = dict(reduction="'none' | 'mean' | 'sum'", softcap="number | None", num_i
 TARGETS = (torch.int64, torch.int32)
 
 
-def reference(logits, target, ignore_index=-100, reduction="mean", label_smoothing=0.0, softcap=None, num_items=None):
+def reference(
+    logits, target, ignore_index=-100, reduction="mean", label_smoothing=0.0, softcap=None, num_items=None, weight=None,
+    z_loss=0.0,
+):
     """loss = -log softmax(logits)[target], in float32 (float64 for float64 logits); logits (..., V), target (...).
 
     softcap: softcap * tanh(logits / softcap) first. mean divides by the targets that are not ignore_index, or by num_items
     (a number or a 0-dim tensor, for gradient accumulation). A target outside 0 .. V-1 gives an undefined loss.
+    weight (V,): a factor of each class, as in F.cross_entropy; mean then divides by the sum of the targets' weights.
+    z_loss: z_loss * logsumexp(logits)^2 is added to each row that counts.
     """
     wide = torch.promote_types(logits.dtype, torch.float32)
     z, t = rows(logits).to(wide), target.reshape(-1).long()
-    logp = F.log_softmax(z if softcap is None else softcap * torch.tanh(z / softcap), dim=-1)
-    loss = F.nll_loss(logp, t, ignore_index=ignore_index, reduction="none")
-    if label_smoothing:
-        loss = (1 - label_smoothing) * loss - label_smoothing * torch.where(t == ignore_index, 0, logp.mean(-1))
+    z, w = z if softcap is None else softcap * torch.tanh(z / softcap), None if weight is None else weight.detach().to(wide)
+    loss = row_losses(z, t, ignore_index, label_smoothing, w) + z_losses(z, t, ignore_index, z_loss)
     if reduction == "none":
         return loss.reshape(target.shape)
-    count = (t != ignore_index).sum() if num_items is None else num_items
+    count = num_items if num_items is not None else counted(t, ignore_index, w)
     return (loss.sum() / count).to(wide) if reduction == "mean" else loss.sum()
+
+
+def row_losses(z, target, ignore_index, label_smoothing, weight):
+    """The smoothed, weighted negative log-probability of each row's target; zero where ignored."""
+    logp = F.log_softmax(z, dim=-1)
+    loss = F.nll_loss(logp, target, weight, ignore_index=ignore_index, reduction="none")
+    if not label_smoothing:
+        return loss
+    mean = (logp if weight is None else logp * weight).mean(-1)
+    return (1 - label_smoothing) * loss - label_smoothing * torch.where(target == ignore_index, 0, mean)
+
+
+def z_losses(z, target, ignore_index, z_loss):
+    """z_loss * logsumexp(z)^2 of each row; zero where ignored."""
+    return z_loss * torch.where(target == ignore_index, 0, torch.logsumexp(z, -1).square()) if z_loss else 0.0
+
+
+def counted(target, ignore_index, weight=None):
+    """What a mean divides by: the targets that count, or the sum of their weights."""
+    counts = target != ignore_index
+    return counts.sum() if weight is None else torch.where(counts, weight[torch.where(counts, target, 0).long()], 0).sum()
 
 
 def some_targets(M, V, device, dtype="int64", ignore_index=-100, ignored="some"):
@@ -49,9 +73,12 @@ def some_options(M, device, ignore_index=-100, reduction="mean", label_smoothing
     return options | dict(num_items=items)
 
 
-def inputs(dtype, device, M, V, layout="contiguous", target_dtype="int64", ignored="some", **options):
+def inputs(
+    dtype, device, M, V, layout="contiguous", target_dtype="int64", ignored="some", weighted=False, z_loss=0.0, **options,
+):
     args = some_options(M, device, **options)
     logits = lay((2 * torch.randn(M, V, device=device)).to(dtype), layout)
+    args |= dict(weight=torch.rand(V, device=device) + 0.5 if weighted else None, z_loss=z_loss)
     return dict(logits=logits, target=some_targets(M, V, device, target_dtype, args["ignore_index"], ignored), **args)
 
 
@@ -103,7 +130,8 @@ def loss_pieces(*rows, added=()):
 
     def pieces(**args):
         if args["reduction"] == "mean" and args["num_items"] is None:
-            args["num_items"] = int((args["target"] != args["ignore_index"]).sum())
+            weight = None if args.get("weight") is None else args["weight"].double()
+            args["num_items"] = counted(args["target"], args["ignore_index"], weight).item()
         yield from cut(**args)
 
     return pieces
@@ -117,9 +145,10 @@ HOSTILE = dict(
 )
 
 
-def case_of(logits, target, **options):
+def case_of(logits, target, weight=None, z_loss=0.0, **options):
     V = logits.shape[-1]
-    return dict(M=logits.numel() // max(1, V), V=V, layout=layout_of(logits)) | options_of(target, **options)
+    case = dict(M=logits.numel() // max(1, V), V=V, layout=layout_of(logits)) | options_of(target, **options)
+    return case | ({} if weight is None else dict(weighted=True)) | (dict(z_loss=z_loss) if z_loss else {})
 
 
 def check_options(target, ignore_index=-100, reduction="mean", label_smoothing=0.0, softcap=None, num_items=None):
@@ -140,13 +169,17 @@ def check_options(target, ignore_index=-100, reduction="mean", label_smoothing=0
     return None
 
 
-def check(logits, target, **options):
-    if reason := floating(logits=logits) or same_device(logits=logits, target=target):
+def check(logits, target, weight=None, z_loss=0.0, **options):
+    if reason := floating(logits=logits, weight=weight) or same_device(logits=logits, target=target, weight=weight):
         return reason
     if logits.dim() < 1 or logits.shape[-1] < 1:
         return f"logits must have a last dimension of at least 1, got {tuple(logits.shape)}"
     if target.shape != logits.shape[:-1]:
         return f"target must have shape {tuple(logits.shape[:-1])} to match logits.shape[:-1], got {tuple(target.shape)}"
+    if weight is not None and weight.shape != logits.shape[-1:]:
+        return f"weight must have shape ({logits.shape[-1]},) to match logits.shape[-1], got {tuple(weight.shape)}"
+    if z_loss < 0.0:
+        return f"z_loss must be at least 0, got {z_loss}"
     return check_options(target, **options)
 
 
@@ -193,32 +226,46 @@ FUSED = Fused(
 )
 
 
-def refuses(logits, target, **options):
+def refuses(logits, target, weight=None, z_loss=0.0, **options):
     if logits.dtype not in KERNEL_DTYPES:
         return f"logits must be float32, float16 or bfloat16, got {logits.dtype}"
-    return None
+    if weight is not None:
+        return f"weight must be None, got class weights of shape {tuple(weight.shape)}; use impl='torch'"
+    return f"z_loss must be 0, got {z_loss}; use impl='torch'" if z_loss else None
 
 
-def run_triton(logits, target, ignore_index=-100, reduction="mean", label_smoothing=0.0, softcap=None, num_items=None):
+def run_triton(
+    logits, target, ignore_index=-100, reduction="mean", label_smoothing=0.0, softcap=None, num_items=None, weight=None,
+    z_loss=0.0,
+):
     items = kernels.as_tensor(num_items, logits.device)
     return FUSED(logits, target, ignore_index, reduction, float(label_smoothing), float(softcap or 0.0), items)
 
 
-def run_torch(logits, target, ignore_index=-100, reduction="mean", label_smoothing=0.0, softcap=None, num_items=None):
+def run_torch(
+    logits, target, ignore_index=-100, reduction="mean", label_smoothing=0.0, softcap=None, num_items=None, weight=None,
+    z_loss=0.0,
+):
     z, t = rows(logits).to(torch.promote_types(logits.dtype, torch.float32)), target.reshape(-1).long()
     z = z if softcap is None else softcap * torch.tanh(z / softcap)
-    how = reduction if num_items is None else "sum"
-    loss = F.cross_entropy(z, t, ignore_index=ignore_index, reduction=how, label_smoothing=label_smoothing)
+    w, how = None if weight is None else weight.detach().to(z.dtype), reduction if num_items is None else "sum"
+    loss = F.cross_entropy(z, t, w, ignore_index=ignore_index, reduction=how, label_smoothing=label_smoothing)
+    if z_loss:
+        more = z_losses(z, t, ignore_index, z_loss)
+        loss = loss + (more if how == "none" else more.sum() if how == "sum" else more.sum() / counted(t, ignore_index, w))
     return loss.view(target.shape) if reduction == "none" else loss if num_items is None else (loss / num_items).to(loss.dtype)
 
 
-def liger_refuses(logits, target, **options):
-    if logits.dtype not in KERNEL_DTYPES:
-        return f"logits must be float32, float16 or bfloat16, got {logits.dtype}"
+def liger_refuses(logits, target, weight=None, z_loss=0.0, **options):
+    if reason := refuses(logits, target, weight, z_loss):
+        return reason
     return None if logits.numel() else "logits must not be empty"
 
 
-def run_liger(logits, target, ignore_index=-100, reduction="mean", label_smoothing=0.0, softcap=None, num_items=None):
+def run_liger(
+    logits, target, ignore_index=-100, reduction="mean", label_smoothing=0.0, softcap=None, num_items=None, weight=None,
+    z_loss=0.0,
+):
     from liger_kernel.ops.cross_entropy import LigerCrossEntropyFunction
 
     # It writes the gradient over its input and returns the loss in the input's dtype: both ask for a float32 copy.
@@ -243,16 +290,22 @@ OP = Op(
         dict(M=9, V=100, label_smoothing=0.1), dict(M=9, V=100, softcap=5.0), dict(M=9, V=100, num_items="number"),
         dict(M=9, V=100, num_items="tensor"), dict(M=9, V=100, target_dtype="int32", ignore_index=3),
         dict(M=9, V=301, reduction="none", label_smoothing=0.2, softcap=10.0, ignore_index=0, layout="sliced"),
+        dict(M=9, V=100, weighted=True), dict(M=9, V=100, weighted=True, reduction="none", label_smoothing=0.1),
+        dict(M=9, V=100, z_loss=1e-2), dict(M=9, V=100, z_loss=1e-2, weighted=True, softcap=5.0),
+        dict(M=9, V=100, z_loss=1e-2, weighted=True, num_items="number", label_smoothing=0.1),
+        dict(M=9, V=100, z_loss=1e-2, reduction="none"), dict(M=9, V=100, z_loss=1e-2, reduction="sum", weighted=True),
     ),
     shapes={f"{M}x{V}": dict(M=M, V=V) for M, V in ((8192, 50304), (8192, 151936), (1024, 1000), (4096, 32000))},
     cost=cost,
     grads=("logits",),
     impls={
         "torch": Impl(run_torch),
-        "triton": Impl(run_triton, refuses, needs="triton", limits=("dtypes other than fp32, fp16, bf16",)),
+        "triton": Impl(
+            run_triton, refuses, needs="triton", limits=("dtypes other than fp32, fp16, bf16", "class weights", "a z_loss"),
+        ),
         "liger": Impl(
             run_liger, liger_refuses, needs="liger_kernel", no_graph="reads the number of targets back to the host",
-            limits=("dtypes other than fp32, fp16, bf16", "an empty batch"),
+            limits=("dtypes other than fp32, fp16, bf16", "class weights", "a z_loss", "an empty batch"),
         ),
     },
     dynamic=("M",),
