@@ -223,7 +223,7 @@ def test_what_a_kernel_refuses_is_asked_once_for_a_call(op, device, monkeypatch)
         return len(asked)
 
     monkeypatch.setitem(op.impls, "triton", replace(impl, refuses=counted))
-    monkeypatch.setattr(sys.modules[impl.run.__module__], "refuses", counted)
+    monkeypatch.setattr(sys.modules[impl.run.__module__], "refuses", counted, raising=False)  # where a launcher might ask too
     case, dtype = first_case(op), exact(op, "triton")
     args = op.inputs(dtype=DTYPES[dtype], device=device, **case)
     asking, named = Choices(default="triton"), public(op)

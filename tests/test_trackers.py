@@ -102,7 +102,7 @@ def test_the_callback_optimises_on_the_first_batch_logs_and_restores_and_draws_n
     begun(callback, model, torch.utils.data.DataLoader(Rows(), batch_size=2, shuffle=True, collate_fn=collate))
     assert random.getstate() == states[0] and torch.equal(torch.get_rng_state(), states[1])
     assert seen["batch"]["x"].shape == (2, 4) and seen["options"] == {"mode": "train", "seconds": 0.1}
-    assert "training step: 2.000 before, 1.000 after, 2.00x" in writer.texts["whet/optimize"]
+    assert "training step: 2.000 ms before, 1.000 ms after, 2.00x" in writer.texts["whet/optimize"]
     assert writer.scalars == {"whet/optimize/before_ms": 2.0, "whet/optimize/after_ms": 1.0}
     callback.on_train_end(ARGS, None, None, model=model)
     assert not hasattr(model, "whet")
