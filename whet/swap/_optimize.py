@@ -113,18 +113,12 @@ def optimize(
              None: so for a Hugging Face model that is given labels, not for one that calls cross_entropy itself
     Returns the model; print(model.whet) shows what was done, whet.restore(model) takes it back.
     """
-    refuse(model, mode, keep_logits)
-    restore(model)
-    call, started = as_call(batch), now()
-    report = Optimized(model, Replaced(model))
-    with prepared(model, mode, call, loss) as work:
-        report.mode = "train" if work.kind == "train" else "infer"
+    with begun(model, batch, mode, loss, keep_logits) as (report, work, call):
         try:
             _optimize(report, work, call, lock or Lock.read(), seconds, progress, keep_logits)
         except BaseException:
             report.replaced.restore()
             raise
-    report.seconds = round(now() - started, 1)
     model.__dict__["whet"] = report
     return model
 
@@ -147,6 +141,21 @@ def refuse(model: Any, mode: str | None, keep_logits: bool | None = None) -> Non
     meta = [n for n, p in model.named_parameters() if p.is_meta]
     if meta:
         raise ValueError(f"optimize: parameter {meta[0]} is on the meta device ({len(meta)} such); load the weights first")
+
+
+@contextlib.contextmanager
+def begun(
+    model: nn.Module, batch: Any, mode: str | None, loss: Callable | None, keep_logits: bool | None = None
+) -> Iterator[tuple[Optimized, Workload, Met]]:
+    """An empty report and the workload that it is about, of a model that is not optimised, or not any more."""
+    refuse(model, mode, keep_logits)
+    restore(model)
+    call, started = as_call(batch), now()
+    report = Optimized(model, Replaced(model))
+    with prepared(model, mode, call, loss) as work:
+        report.mode = "train" if work.kind == "train" else "infer"
+        yield report, work, call
+    report.seconds = round(now() - started, 1)
 
 
 @contextlib.contextmanager

@@ -29,6 +29,11 @@ class Float64Everywhere(TorchDispatchMode):
         return func(*[torch.float64 if isinstance(a, torch.dtype) and a in WIDE else a for a in args], **kwargs)
 
 
+def random_kept() -> contextlib.AbstractContextManager:
+    """Within the block random numbers may be drawn and seeded; afterwards those of every device go on as they were."""
+    return torch.random.fork_rng(range(torch.cuda.device_count()))
+
+
 def plainly_called(call: Met) -> bool:
     """With one tensor and nothing else."""
     return len(call.args) == 1 and isinstance(call.args[0], torch.Tensor) and not call.kwargs
@@ -82,9 +87,8 @@ def ran(module: nn.Module, call: Met, dtype: torch.dtype, compares: tuple[str, .
     held = {n: p.grad for n, p in params.items()}
     for p in params.values():
         p.grad = None
-    devices = [torch.cuda.current_device()] if torch.cuda.is_available() else []
     try:
-        with torch.random.fork_rng(devices), Float64Everywhere() if exact else contextlib.nullcontext():
+        with random_kept(), Float64Everywhere() if exact else contextlib.nullcontext():
             torch.manual_seed(0)
             outs = {k: t for k, t in floating(module(*args, **kwargs)).items() if not compares or k in compares}
             wanted = [t for t in outs.values() if t.requires_grad]

@@ -13,7 +13,7 @@ from whet.choices import Choices
 from whet.figures import error_line
 from whet.judge import Verdict
 from whet.swap import Edit, Journal, Left, Met, Site, discover
-from whet.swap._proof import prove
+from whet.swap._proof import prove, random_kept
 
 ROWS, LENGTH = 2, 48  # of the batch that the proof runs on at most
 
@@ -97,9 +97,8 @@ def uncached(model: nn.Module) -> Iterator[None]:
 @contextlib.contextmanager
 def quiet(model: nn.Module) -> Iterator[None]:
     """Random numbers and buffers of the model are afterwards as they were."""
-    devices = [torch.cuda.current_device()] if torch.cuda.is_available() else []
     buffers = [(b, b.detach().clone()) for b in model.buffers()]
-    with torch.random.fork_rng(devices):
+    with random_kept():
         try:
             yield
         finally:

@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from whet.swap import Left, Met, Site, new_forward
-from whet.swap._proof import Float64Everywhere, close, copied, plainly_called
+from whet.swap._proof import Float64Everywhere, close, copied, plainly_called, random_kept
 
 CLOSE = 1e-5  # of the size of the result; of several formulas as close as that, the nearest
 SPREAD = 4.0  # the largest gate of the probe: there a SiLU and both GELUs differ
@@ -78,7 +78,7 @@ def form_of(module: nn.Module, x: torch.Tensor) -> GatedForm | None:
     Asked of a copy whose weights are moved at random: a down that starts at zero would make every formula right.
     """
     twin = copied(module, torch.float64).eval()
-    with torch.no_grad(), torch.random.fork_rng(), Float64Everywhere():
+    with torch.no_grad(), random_kept(), Float64Everywhere():
         torch.manual_seed(0)
         for p in (p for p in twin.parameters() if p.is_floating_point() and p.dim()):
             p.add_(torch.randn_like(p) * p.shape[-1] ** -0.5)

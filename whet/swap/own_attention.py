@@ -16,7 +16,7 @@ from torch import nn
 from whet.ops.attention import OP
 from whet.swap import Left, Met, Site, new_forward
 from whet.swap._globals import methods_naming
-from whet.swap._proof import Float64Everywhere, close, copied, plainly_called
+from whet.swap._proof import Float64Everywhere, close, copied, plainly_called, random_kept
 from whet.swap.attention import asks_interface
 
 CLOSE = 1e-7
@@ -78,16 +78,16 @@ def computed(module: nn.Module, form: AttentionForm, x: torch.Tensor, attend: Ca
 def form_of(module: nn.Module, x: torch.Tensor) -> AttentionForm | None:
     """The form that the module computes, and how long a sequence it was seen to do so for."""
     twin = copied(module, torch.float64)
-    devices = [torch.cuda.current_device()] if x.is_cuda else []
-    with torch.no_grad(), torch.random.fork_rng(devices), Float64Everywhere():
+    with torch.no_grad(), random_kept(), Float64Everywhere():
         for p in twin.parameters():  # those of a fresh model may be zero, which every form agrees with
             p.copy_(torch.randn(p.shape, dtype=p.dtype, device=p.device) * p.shape[-1] ** -0.5)
         x = torch.randn(x.shape, dtype=torch.float64, device=x.device)
         got = twin(x)
         for form in forms(twin):
-            if not close(got, computed(twin, form, x, OP.reference), CLOSE):
+            want = computed(twin, form, x, OP.reference)
+            if not close(got, want, CLOSE):
                 continue
-            longest, want = longest_of(twin, form, x), computed(twin, form, x, OP.reference)
+            longest = longest_of(twin, form, x)
             any_mode = all(close(twin.train(mode)(x), want, CLOSE) for mode in (True, False))
             return replace(form, longest=longest, any_mode=any_mode)
     return None

@@ -17,7 +17,7 @@ from torch.utils._pytree import tree_map
 from whet.choices import Choices
 from whet.swap import Edit, Left, Met, Site, new_forward
 from whet.swap._globals import plain_function, stand_ins, with_globals
-from whet.swap._proof import cast, copied, edited, floating
+from whet.swap._proof import cast, copied, edited, floating, random_kept
 
 NAME = "cross_entropy"
 
@@ -144,7 +144,7 @@ def outputs_left(site: Site, call: Met) -> tuple[str, ...]:
     """Which outputs are still there when the site is replaced."""
     own = next((p.dtype for p in site.module.parameters() if p.is_floating_point()), torch.float32)
     twin = copied(site.module, own)
-    with torch.random.fork_rng(), edited(twin, site, Choices()):
+    with random_kept(), edited(twin, site, Choices()):
         return tuple(floating(twin(*cast(call.args, own), **cast(call.kwargs, own))))
 
 
