@@ -124,7 +124,7 @@ def label_of(cls: Any) -> str:
     """What labels a class takes: "tokens", "token classes", "classes", or "" where it has no loss that random labels suit."""
     if "labels" not in inspect.signature(cls.forward).parameters:
         return ""
-    kinds = {"ForTokenClassification": "token classes", "ForSequenceClassification": "classes"}
+    kinds = {"ForTokenClassification": "token classes", "ForSequenceClassification": "classes", "ForImageClassification": "classes"}
     token = ("ForCausalLM", "LMHeadModel", "ForMaskedLM", "ForConditionalGeneration")
     return next((k for end, k in kinds.items() if cls.__name__.endswith(end)), "tokens" if cls.__name__.endswith(token) else "")
 
@@ -141,8 +141,14 @@ def sizes_of(config: Any, options: FolderOptions, device: str) -> tuple[int, int
 
 
 def batch_of(model: Any, labels: str, train: bool, rows: int, tokens: int, device: str) -> dict:
-    """Random tokens, and labels where a step is trained."""
+    """Random tokens or images, and labels where a step is trained."""
     config = model.config.get_text_config()
+    if model.main_input_name == "pixel_values" and isinstance(getattr(config, "image_size", None), int):
+        made = torch.Generator().manual_seed(0)
+        images = torch.randn(rows, config.num_channels, config.image_size, config.image_size, generator=made)
+        classes = {"labels": torch.randint(0, config.num_labels, (rows,), generator=made)} if train else {}
+        dtype = next(model.parameters()).dtype
+        return {"pixel_values": images.to(device, dtype)} | {k: v.to(device) for k, v in classes.items()}
     if model.main_input_name != "input_ids" or not getattr(config, "vocab_size", None):
         kind = type(model).__name__
         raise ValueError(f"optimize: {kind} takes {model.main_input_name}, not tokens alone; return model and batch from a "

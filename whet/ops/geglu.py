@@ -150,8 +150,8 @@ def run_torch(gate, up=None, approximate="none"):
 def liger_refuses(gate, up=None, approximate="none"):
     if approximate != "tanh":
         return f"approximate must be 'tanh', got {approximate!r}"
-    if gate.requires_grad or up is not None and up.requires_grad:
-        return "gate and up must need no gradient: its backward overwrites them"
+    if up is not None:
+        return "up must be packed into gate: its backward overwrites gate and up"
     return None if gate.numel() else "gate must not be empty"
 
 
@@ -186,7 +186,7 @@ OP = Op(
         "triton": Impl(run_triton, _gated.refuses, needs="triton", limits=("dtypes other than fp32, fp16, bf16",)),
         "liger": Impl(
             run_liger, liger_refuses, needs="liger_kernel",
-            limits=("approximate='none'", "a gradient: its backward overwrites gate and up", "an empty batch"),
+            limits=("approximate='none'", "gate and up as two tensors", "an empty batch"),
         ),
     },
     dynamic=("M",),

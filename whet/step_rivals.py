@@ -1,0 +1,167 @@
+"""A training step of one model by every way a user could take: as it is, Liger's, torch.compile's, and whet's own two.
+
+Each way gets its own copy of the model and its own optimizer; all are timed in turns, in one process. Rivals are timed, not
+verified: what whet puts in their place is.
+"""
+
+import copy
+import gc
+import re
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+from whet.figures import error_line
+from whet.lock import Lock
+from whet.measure import compare, now, peak_mib
+from whet.step import compile_step
+from whet.subjects import compiled_forward
+from whet.swap._optimize import Progress, optimize, restore
+from whet.workload import Workload
+
+AS_IT_IS, LIGER, COMPILED, OPTIMIZED, STEP = "as it is", "liger", "torch.compile", "whet.optimize", "whet.compile_step"
+WAYS = (AS_IT_IS, LIGER, COMPILED, OPTIMIZED, STEP)
+PARTS = {  # of a kernel's name: the first that fits
+    "attention": r"sdpa|fmha|flash|attention|attend|_bwd_d(q|kv)|span",
+    "optimizer": r"multi_tensor|adam",
+    "products": r"gemm|nvjet|cutlass|cublas|splitK|matmul|_mm_",
+}
+REST = "memory-bound"
+LR = 1e-4
+
+
+class Unlogged:
+    """A tracker that keeps nothing: the choices are in the record."""
+
+    def add_text(self, *_) -> None: ...
+
+    def add_scalar(self, *_) -> None: ...
+
+
+@dataclass
+class WayOfStep:
+    """One way to run the step: what runs it, how long it took to get ready, and what it says of itself."""
+
+    run: Callable[[], Any]
+    held_mib: float
+    ready_s: float
+    again_s: float | None = None
+    notes: tuple[str, ...] = ()
+
+
+def adamw(model: nn.Module, capturable: bool = False) -> torch.optim.Optimizer:
+    on_gpu = next(model.parameters()).is_cuda
+    return torch.optim.AdamW(model.parameters(), lr=LR, fused=on_gpu, capturable=capturable and on_gpu)
+
+
+def graph_pools_mib() -> float:
+    """Memory that CUDA graphs hold for themselves."""
+    if not torch.cuda.is_available():
+        return 0.0
+    pools = [s["total_size"] for s in torch.cuda.memory_snapshot() if tuple(s.get("segment_pool_id", (0, 0))) != (0, 0)]
+    return sum(pools) / 2**20
+
+
+def held_mib(model: nn.Module, optimizer: torch.optim.Optimizer) -> float:
+    """Weights, buffers and the optimizer's state."""
+    state = [t for kept in optimizer.state.values() for t in kept.values() if isinstance(t, torch.Tensor) and t.is_cuda]
+    tensors = {t.data_ptr(): t.numel() * t.element_size() for t in (*model.parameters(), *model.buffers(), *state)}
+    return sum(tensors.values()) / 2**20
+
+
+def ligered(model: nn.Module) -> None:
+    """Liger's kernels in this one model; LookupError where Liger has none for its kind."""
+    from liger_kernel.transformers import _apply_liger_kernel_to_instance
+    from liger_kernel.transformers.monkey_patch import MODEL_TYPE_TO_APPLY_LIGER_FN
+
+    kind = getattr(getattr(model, "config", None), "model_type", None)
+    if kind not in MODEL_TYPE_TO_APPLY_LIGER_FN:
+        raise LookupError(f"Liger has no kernels for models of type {kind}")
+    _apply_liger_kernel_to_instance(model=model)
+
+
+def plain_step(model: nn.Module, batch: dict, run: Callable | None = None) -> tuple[Callable[[], Any], torch.optim.Optimizer]:
+    optimizer = adamw(model)
+    work = Workload(model, (), batch, "train", optimizer)
+    work.run = run
+    return work.step, optimizer
+
+
+def ready(way: str, base: nn.Module, batch: dict, lock: Lock, seconds: float, progress: Progress) -> WayOfStep:
+    """A copy of the model that runs its step this way, warm."""
+    model, began, pools, again, notes = copy.deepcopy(base), now(), graph_pools_mib(), None, list[str]()
+    if way == LIGER:
+        ligered(model)
+    if way in (OPTIMIZED, STEP):
+        report: Any = optimize(model, batch, mode="train", lock=lock, seconds=seconds, progress=progress).whet
+        notes += str(report).splitlines() if way == OPTIMIZED else []
+    if way == STEP:
+        optimizer = adamw(model, capturable=True)
+        step = compile_step(model, optimizer, seconds=seconds, log_to=Unlogged())
+        run: Callable[[], Any] = lambda: step(batch)  # noqa: E731
+    else:
+        forward = compiled_forward(model) if way == COMPILED else None
+        run, optimizer = plain_step(model, batch, forward)
+    for _ in range(3):
+        run()
+    if torch.cuda.is_available():
+        torch.cuda.synchronize()
+    took = now() - began
+    if way == STEP:
+        notes += str(step.report).splitlines()
+    if way == OPTIMIZED:
+        began = now()
+        optimize(restore(model), batch, mode="train", lock=lock, seconds=seconds, progress=progress)
+        again = now() - began
+    held = held_mib(model, optimizer) + graph_pools_mib() - pools
+    return WayOfStep(run, held, took, again, tuple(notes))
+
+
+def busy_ms(run: Callable[[], Any]) -> dict:
+    """What the GPU is busy with in one step, by part, and how many kernels that takes."""
+    if not torch.cuda.is_available():
+        return {}
+    from torch.profiler import ProfilerActivity, profile
+
+    with profile(activities=[ProfilerActivity.CUDA]) as taken:
+        run()
+        torch.cuda.synchronize()
+    kernels = [e for e in taken.events() if e.device_type == torch.autograd.DeviceType.CUDA]
+    found = dict.fromkeys((REST, *PARTS), 0.0)
+    for e in kernels:
+        part = next((p for p, names in PARTS.items() if re.search(names, e.name, re.IGNORECASE)), REST)
+        found[part] += e.device_time / 1e3
+    return {"busy_ms": {k: round(v, 3) for k, v in found.items()}, "kernels": len(kernels)}
+
+
+def raced_steps(
+    base: nn.Module, batch: dict, lock: Lock, seconds: float, progress: Progress, ways: tuple[str, ...] = WAYS
+) -> list[dict]:
+    """One row per way: time of a step, memory, what the GPU was busy with, or why it could not run."""
+    rows: dict[str, dict] = {way: {"way": way} for way in ways}
+    there: dict[str, WayOfStep] = {}
+    for i, way in enumerate(ways):
+        progress(f"making ready: {way}", i, len(ways) + 1)
+        try:
+            there[way] = ready(way, base, batch, lock, seconds, progress)
+        except Exception as e:  # a rival that is not installed or does not run costs its row
+            rows[way]["why"] = error_line(e)
+        gc.collect()
+        if torch.cuda.is_available():
+            torch.cuda.empty_cache()
+    for way, at in there.items():
+        extra = peak_mib(at.run)
+        rows[way] |= {"ready_s": round(at.ready_s, 1), "notes": list(at.notes)} | busy_ms(at.run)
+        rows[way]["memory_mib"] = None if extra is None else round(at.held_mib + extra)
+        rows[way]["again_s"] = None if at.again_s is None else round(at.again_s, 1)
+    progress("timing in turns", len(ways), len(ways) + 1)
+    timed = compare({way: at.run for way, at in there.items()}, seconds=seconds * 4, flush=False, least=9)
+    for way, taken in timed.items():
+        rows[way]["timing"] = taken.as_dict()
+    first = timed.get(AS_IT_IS)
+    for way, taken in timed.items():
+        rows[way]["speedup"] = None if first is None else round(first.ms / taken.ms, 4)
+    return list(rows.values())
