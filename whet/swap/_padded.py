@@ -30,9 +30,14 @@ def plain(module: Any) -> bool:
     return (kind is nn.Linear or conv) and type(module._parameters.get("weight")) is nn.Parameter
 
 
+def unhooked(module: Any) -> bool:
+    """Plain, and nothing else sees what it is given or gives."""
+    return plain(module) and not any(getattr(module, hooks) for hooks in HOOKS)
+
+
 def only_weights(module: Any) -> bool:
     """Whether its weight and bias say all of a linear layer: nothing would be missed if it were not called."""
-    return plain(module) and "forward" not in vars(module) and not any(getattr(module, hooks) for hooks in HOOKS)
+    return unhooked(module) and "forward" not in vars(module)
 
 
 def sizes(linear: Any) -> tuple[int, int]:

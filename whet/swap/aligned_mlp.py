@@ -15,7 +15,7 @@ from torch import nn
 from whet.alignment import SMALL, padded_size, pads
 from whet.choices import Choices
 from whet.swap import Edit, Left, Met, Site, new_forward
-from whet.swap._padded import Pads, fewest_rows, multiply, only_weights, pads_of, plain, product_dtype, rows_of, sizes
+from whet.swap._padded import Pads, fewest_rows, multiply, only_weights, pads_of, product_dtype, rows_of, sizes, unhooked
 from whet.swap._proof import cast, close, copied, edited, plainly_called, random_kept
 from whet.swap.gated_mlp import gated_linears
 
@@ -65,7 +65,7 @@ def linear_forward(more: Pads, wide: bool):
 def mlp_forward(names: tuple[str, ...], fewest: int):
     def forward(self, x, *rest, **others):
         state = self._whet_inner
-        ours = all(plain(getattr(self, name)) for name in names)  # a wrapper that came later adds rows of the plain size
+        ours = all(unhooked(getattr(self, name)) for name in names)  # a wrapper or hook that came later meets the plain size
         if not ours or rest or others or rows_of(x) < fewest:
             return self._whet_forward(x, *rest, **others)
         state.on, state.ran = True, 0
@@ -103,8 +103,7 @@ def site_of(path: str, module: nn.Module, call: Met) -> tuple[Site, Inner] | Non
     for inner in inners(module):
         site = Site(
             path, module, edits_with(inner, fewest_rows(call)), f"inner size {inner.size} between {', '.join(inner.names)}",
-            form=f"padded to {padded_size(inner.size)}",
-            serves=served_by(len(inner.names)), asks=False,
+            form=f"padded to {padded_size(inner.size)}", serves=served_by(len(inner.names)), asks=False,
         )
         if works(site, call):
             return site, inner
