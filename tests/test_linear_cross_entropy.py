@@ -70,7 +70,7 @@ def test_a_frozen_weight_costs_no_gradient_of_it():
 
 
 @pytest.mark.parametrize("bias", [False, True])
-@pytest.mark.parametrize("dtype", ["float32", "float16", "bfloat16"])
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])  # float16 is summed in float32, which a CPU does by copies
 def test_an_odd_vocabulary_has_aligned_rows_in_all_three_products(dtype, bias, monkeypatch):
     args = OP.inputs(dtype=DTYPES[dtype], device=DEVICE, M=40, D=64, V=101, bias=bias)
     monkeypatch.setattr(MODULE, "ACCUMULATOR_BYTES", 0)

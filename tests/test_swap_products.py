@@ -1,4 +1,4 @@
-"""Products in other forms: padded where rows are no whole loads, and gate and up in one; values, gradients, weights, wrappers."""
+"""Products padded where rows are no whole loads, and gate and up in one: values, gradients, weights, wrappers, few rows."""
 
 import copy
 

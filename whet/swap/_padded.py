@@ -1,7 +1,8 @@
 """A linear layer as a product of padded matrices: zeros are added to weight, bias and input as it runs, and none is stored.
 
 Padding a weight of K x N reads and writes it once, 2*K*N elements beside the 2*M*K*N flops of the product, and its gradient is
-a slice: little at many rows, more than the product at few. So a layer that meets few rows runs as it is.
+a slice: little at many rows, more than the product at few. So a layer that meets few rows runs as it is. In training the padded
+weight is held until the backward, which multiplies by it: as much memory again as the weights that are padded.
 """
 
 from typing import Any, NamedTuple
@@ -58,6 +59,11 @@ def pads_of(linear: Any) -> Pads:
     return Pads(pads(k, dtype), pads(n, dtype)) if min(k, n) >= SMALL else Pads(0, 0)
 
 
+def odd(module: Any) -> bool:
+    """A plain linear layer that is misaligned."""
+    return plain(module) and any(pads_of(module))
+
+
 def rows_of(x: torch.Tensor) -> int:
     return x.numel() // max(1, x.shape[-1])
 
@@ -92,3 +98,17 @@ def multiply(linear: Any, x: torch.Tensor, more: Pads, wide: bool = False) -> to
     k, n = sizes(linear)
     y = F.linear(widened(x, k + more.more_in), matrix(linear, more), bias(linear, more))
     return y if wide or not more.more_out else y[..., :n].contiguous()
+
+
+def multiply_both(inner: list, x: torch.Tensor, more: Pads) -> torch.Tensor:
+    """Gate and up, apart or packed in one layer, as one product: their results beside each other, each padded.
+
+    Both weights are copied once, and the gradient of each is a slice. Backward dx is one product, where two have a sum.
+    """
+    if len(inner) == 2:
+        weights, biases = [matrix(m, more) for m in inner], [bias(m, more) for m in inner]
+    else:
+        weights = [F.pad(w, (0, more.more_in, 0, more.more_out)) for w in matrix(inner[0], Pads(0, 0)).chunk(2)]
+        biases = [] if inner[0].bias is None else [F.pad(b, (0, more.more_out)) for b in inner[0].bias.chunk(2)]
+    given, w = [b for b in biases if b is not None], torch.cat(weights)
+    return F.linear(widened(x, w.shape[1]), w, torch.cat(given) if given else None)

@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from torch import nn
 
 from whet.swap import Edit, Left, Met, Site
-from whet.swap._padded import Pads, fewest_rows, multiply, pads_of, plain, rows_of, sizes
+from whet.swap._padded import Pads, fewest_rows, multiply, odd, pads_of, rows_of, sizes
 from whet.swap._proof import plainly_called
 from whet.swap.aligned_mlp import linears_of_mlps
 
@@ -32,7 +32,7 @@ def described(k: int, n: int, more: Pads) -> str:
 def find(model: nn.Module, met: dict[str, Met]) -> Iterator[Site | Left]:
     taken: set[int] | None = None
     for path, module in model.named_modules():
-        if path not in met or not plain(module) or not any(pads_of(module)):
+        if path not in met or not odd(module):
             continue
         taken = linears_of_mlps(model, met) if taken is None else taken
         if id(module) in taken:

@@ -15,7 +15,7 @@ from torch import nn
 
 from whet.alignment import SMALL, pads
 from whet.swap import Edit, Edits, Left, Met, Site, new_forward
-from whet.swap._padded import Pads, bias, fewest_rows, matrix, multiply, only_weights, product_dtype, rows_of, sizes, widened
+from whet.swap._padded import Pads, fewest_rows, multiply, multiply_both, odd, only_weights, product_dtype, rows_of, sizes
 from whet.swap._proof import Float64Everywhere, close, copied, plainly_called, random_kept
 
 CLOSE = 1e-5  # of the size of the result; of several formulas as close as that, the nearest
@@ -116,17 +116,6 @@ def padded_by(module: nn.Module, form: GatedForm) -> tuple[Pads, Pads]:
     return Pads(pads(sizes(inner[0])[0], dtype), pads(size, dtype)), Pads(pads(size, dtype), pads(out, dtype))
 
 
-def gate_up(inner: list, more: Pads) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """Weight and bias of gate and up in one, each padded: both copied once; the gradient of each is a slice."""
-    if len(inner) == 2:
-        weights, biases = [matrix(m, more) for m in inner], [bias(m, more) for m in inner]
-    else:
-        weights = [F.pad(w, (0, more.more_in, 0, more.more_out)) for w in matrix(inner[0], Pads(0, 0)).chunk(2)]
-        biases = [] if inner[0].bias is None else [F.pad(b, (0, more.more_out)) for b in inner[0].bias.chunk(2)]
-    given = [b for b in biases if b is not None]
-    return torch.cat(weights), torch.cat(given) if given else None
-
-
 def called(module: nn.Module, names: tuple[str, ...], activation: Callable, options: tuple, x: torch.Tensor) -> torch.Tensor:
     """By calling the linears, whatever they are."""
     *inner, down = (getattr(module, name) for name in names)
@@ -135,8 +124,7 @@ def called(module: nn.Module, names: tuple[str, ...], activation: Callable, opti
 
 def in_one_product(more: Pads, more_down: Pads) -> Callable:
     def run(inner: list, down: Any, activation: Callable, options: tuple, x: torch.Tensor) -> torch.Tensor:
-        w, b = gate_up(inner, more)
-        return multiply(down, activation(F.linear(widened(x, w.shape[1]), w, b), None, *options), more_down)
+        return multiply(down, activation(multiply_both(inner, x, more), None, *options), more_down)
 
     return run
 
@@ -186,7 +174,7 @@ def product_forms(module: nn.Module, form: GatedForm, call: Met) -> dict[str, Ed
 
 def gated_linears(module: nn.Module, call: Met) -> list:
     """The linears of a gated MLP that is misaligned, which is padded here; none of any other module."""
-    if not any(True for _ in layouts(module)):
+    if not any(map(odd, module.children())) or not any(True for _ in layouts(module)):
         return []
     form = form_of(module, call.args[0])
     if form is None or refusal(module, form) or not plain_linears(module, form) or not any(map(any, padded_by(module, form))):
