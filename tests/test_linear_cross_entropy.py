@@ -5,6 +5,7 @@ import sys
 import pytest
 import torch
 from conftest import DEVICE
+from odd_sizes import Watched
 
 import whet.ops
 from whet.op import DTYPES, discover
@@ -66,3 +67,16 @@ def test_a_frozen_weight_costs_no_gradient_of_it():
     x, w = torch.randn(5, 8, device=DEVICE, requires_grad=True), torch.randn(16, 8, device=DEVICE)
     whet.ops.linear_cross_entropy(x, w, torch.arange(5, device=DEVICE), impl="triton").backward()
     assert x.grad.any() and w.grad is None
+
+
+@pytest.mark.parametrize("bias", [False, True])
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])  # float16 is summed in float32, which a CPU does by copies
+def test_an_odd_vocabulary_has_aligned_rows_in_all_three_products(dtype, bias, monkeypatch):
+    args = OP.inputs(dtype=DTYPES[dtype], device=DEVICE, M=40, D=64, V=101, bias=bias)
+    monkeypatch.setattr(MODULE, "ACCUMULATOR_BYTES", 0)
+    b = args["b"] if bias else args["x"].new_empty(0)
+    walk = MODULE.Walk(args["x"], args["w"], b, args["target"], True, True, bias)
+    with Watched() as seen:
+        for cut, z in walk:
+            walk.add(cut, z)
+    assert len(seen.rows) == 3 and not seen.misaligned(DTYPES[dtype]), seen.rows

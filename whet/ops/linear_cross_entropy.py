@@ -2,7 +2,8 @@
 
 Fuses   the projection, the softmax and both gradients: logits live in one chunk of rows at a time.
 Moves   three matrix products, and each chunk of logits four times over; no M*V buffer. Extra memory: a
-        chunk (CHUNK_BYTES, or w's size where that is more), dx and dw.
+        chunk (CHUNK_BYTES, or w's size where that is more), dx and dw. A chunk's rows lie whole COLUMNS apart: of a vocabulary
+        of 50257 they are 50272 long in memory, so all three products read and write aligned rows, and w is not copied.
 Rounds  logits to x's dtype, as F.linear does; the softmax in fp32; its gradient, unscaled, to x's dtype. dx is rounded after
         its product and after the upstream scale. dw is summed over chunks in fp32 and rounded once, or, for bf16 weights
         whose fp32 sum would pass ACCUMULATOR_BYTES, summed in bf16 with one rounding per chunk. db is summed in fp32.

@@ -31,8 +31,9 @@ def groups_table(m: dict) -> Table:
 
 
 def impl(g: dict) -> str:
-    """The candidates that serve a group, each by its op."""
-    return ", ".join(f"{op}: {name}" for op, name in (g.get("impls") or {}).items())
+    """The form that a group takes, where it has a name, and the candidates that serve it, each by its op."""
+    form = [g["form"]] if g.get("form") else []
+    return ", ".join(form + [f"{op}: {name}" for op, name in (g.get("impls") or {}).items()])
 
 
 def note(m: dict, g: dict) -> str:

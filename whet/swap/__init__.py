@@ -9,8 +9,8 @@ import functools
 import importlib
 import pkgutil
 import types
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from torch import nn
@@ -35,9 +35,12 @@ class Met:
     kwargs: dict
 
 
+Edits = Callable[[nn.Module, Choices], Iterable[Edit]]
+
+
 @dataclass(frozen=True)
 class Site:
-    """One replacement that a recogniser proposes.
+    """One replacement that a recogniser proposes, in one form or several that compute the same.
 
     path     of the module in the model; "" is the model itself
     edits    edits(module, ops) -> what makes this module, or a copy of it, ask `ops`
@@ -46,17 +49,33 @@ class Site:
     serves   serves(module) -> whether the replacement was what ran, asked after a run; None: it always is
     drops    "": nothing; else the logits are None afterwards: "unless kept", or only where that is "asked" for
     unasked  the reason to leave it where a run of it asks for no op at all: it took its own way out
+    asks     False: it is not meant to ask for any op, as where a product is padded; `serves` then says whether it ran
+    form     the name of what `edits` does, where there is more to say than words and ops do: "padded to 1408"
+    forms    {name: edits} of other forms; each is proved for itself, and the fastest is used. The simplest first
     """
 
     path: str
     module: nn.Module
-    edits: Callable[[nn.Module, Choices], list[Edit]]
+    edits: Edits
     words: str
     compares: tuple[str, ...] = ()
     serves: Callable[[nn.Module], bool] | None = None
     drops: str = ""
     unasked: str = "on this batch it comes to no op that could be replaced"
     kind: str = ""
+    asks: bool = True
+    form: str = ""
+    forms: dict[str, Edits] = field(default_factory=dict)
+
+    def in_each_form(self) -> list["Site"]:
+        """This site in its own form, then in each of the others; none of them has others."""
+        named = {self.form: self.edits} | self.forms
+        return [replace(self, edits=edits, form=form, forms={}) for form, edits in named.items()]
+
+    def with_forms(self, names: Iterable[str]) -> "Site":
+        """This site with these of its forms alone."""
+        first, *others = (s for s in self.in_each_form() if s.form in set(names))
+        return replace(first, forms={s.form: s.edits for s in others})
 
 
 @dataclass(frozen=True)
@@ -85,7 +104,8 @@ class Journal:
 
     made: list[tuple[Edit, Any]] = field(default_factory=list)
 
-    def make(self, edits: list[Edit]) -> None:
+    def make(self, edits: Iterable[Edit]) -> None:
+        """One after the other: what is made lazily meets those before it."""
         for edit in edits:
             own = edit.owner.__dict__
             self.made.append((edit, own.get(edit.name, ABSENT)))

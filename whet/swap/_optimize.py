@@ -14,6 +14,7 @@ from whet.judge import Verdict
 from whet.lock import Lock
 from whet.measure import now, race
 from whet.op import discover
+from whet.race import Timing
 from whet.swap import Edit, Left, Met, Site
 from whet.swap._proof import cast, edited, floating, prove, upstream
 from whet.swap._replace import Replaced, as_call, cut, met_in, quiet, recognise, uncached
@@ -37,6 +38,15 @@ class SiteGroup:
     why: str = ""
     replaced: bool = True
     impls: dict[str, str] = field(default_factory=dict)  # {op: the candidate that serves it}
+    forms_ms: dict[str, float] = field(default_factory=dict)  # {form: its time}, of every form that ran
+
+    @property
+    def form(self) -> str:
+        """Of the forms of its sites, the one that is used, or all between which no race has chosen."""
+        return " or ".join(s.form for s in self.sites[0][0].in_each_form() if s.form)
+
+    def use(self, form: str, impls: dict[str, str]) -> None:
+        self.sites, self.impls = [(s.with_forms((form,)), v) for s, v in self.sites], impls
 
     @property
     def share(self) -> float:
@@ -46,7 +56,8 @@ class SiteGroup:
     def to_record(self) -> dict:
         return {
             "kind": self.kind, "what": self.words, "modules": len(self.sites), "paths": [s.path for s, _ in self.sites],
-            "impls": self.impls, "share": self.share, "before_ms": self.before_ms, "after_ms": self.after_ms,
+            "impls": self.impls, "form": self.form, "forms_ms": self.forms_ms, "share": self.share,
+            "before_ms": self.before_ms, "after_ms": self.after_ms,
             "speedup": ratio(self.before_ms, self.after_ms), "why": self.why,
         }
 
@@ -191,12 +202,7 @@ def _optimize(
     if not found.sites:
         report.note = "nothing was replaced"
         return
-    recorder = Recorder()
-    found.ask(recorder)
-    with torch.set_grad_enabled(work.kind == "train"), uncached(model):
-        work.forward()
-    found.restore()
-    tuned = tune(list(recorder.calls.values()), lock, ("eager",), progress, seconds)
+    tuned = tune(list(recorded(found, work).calls.values()), lock, ("eager",), progress, seconds)
     report.choices, report.entries = tuned.choices["eager"], tuned.entries
     report.groups = grouped(found.sites)
     with uncached(model):
@@ -212,10 +218,22 @@ def _optimize(
             _whole(report, work, call, seconds)
 
 
+def recorded(found: Replaced, work: Workload) -> Recorder:
+    """The calls that the replacements make, each site in every one of its forms."""
+    recorder = Recorder()
+    for nth in range(max(1 + len(s.forms) for s, _ in found.sites)):
+        formed = [(s.in_each_form()[min(nth, len(s.forms))], v) for s, v in found.sites]
+        found.ask(recorder, formed)
+        with torch.set_grad_enabled(work.kind == "train"), uncached(found.model):
+            work.forward()
+        found.restore()
+    return recorder
+
+
 def grouped(sites: list[tuple[Site, Verdict]]) -> list[SiteGroup]:
     found: dict[tuple, SiteGroup] = {}
     for site, verdict in sites:
-        key = site.kind, site.words, type(site.module)
+        key = site.kind, site.words, type(site.module), site.form, *site.forms
         found.setdefault(key, SiteGroup(site.kind, site.words, [])).sites.append((site, verdict))
     return list(found.values())
 
@@ -257,21 +275,47 @@ def serving(site: Site, run: Callable, ops: Choices) -> dict[str, str]:
     return {call.op: ops.pick(discover()[call.op], call) for call, _ in recorder.calls.values()}
 
 
+def served_forms(site: Site, run: Callable, ops: Choices) -> tuple[dict[str, tuple[Site, dict[str, str]]], str]:
+    """{form, or AFTER: (the site in it, what serves it)} of those that run on the whole batch; why another did not."""
+    found, why = {}, ""
+    for one in site.in_each_form():
+        try:
+            found[one.form or AFTER] = one, serving(one, run, ops)
+        except Exception as e:
+            why = f"it could not be timed: {error_line(e)}"
+    return found, why
+
+
 def _time_group(group: SiteGroup, work: Workload, met: dict[str, Met], ops: Choices, seconds: float) -> None:
+    """Every form of the group's first site against the module as it is; the group takes the form that was chosen."""
     site = group.sites[0][0]
     run = work.step if not site.path else stepper(site.module, met[site.path], work.kind == "train")
+    forms, group.why = served_forms(site, run, ops)
+    runs = {BEFORE: run} | {name: toggled(one, ops, run) for name, (one, _) in forms.items()}
     try:
-        group.impls = serving(site, run, ops)
-        raced = race({BEFORE: run, AFTER: toggled(site, ops, run)}, keep=BEFORE, seconds=seconds)
+        raced = race(runs, keep=BEFORE, seconds=seconds) if forms else None
     except Exception as e:
-        group.replaced, group.why = False, f"it could not be timed: {error_line(e)}"
+        raced, group.why = None, f"it could not be timed: {error_line(e)}"
+    if raced is None:
+        group.replaced = False
         return
-    times, memory = raced.timings, [raced.timings[n].peak_mib for n in (BEFORE, AFTER)]
-    group.before_ms, group.after_ms, group.why = times[BEFORE].ms, times[AFTER].ms, raced.outcome.why
-    leaner = memory[0] is not None and memory[1] is not None and memory[1] < 0.95 * memory[0]
-    if raced.outcome.chosen == BEFORE:
-        group.replaced = raced.outcome.tied and leaner
-        group.why = f"{raced.outcome.why}{', and takes less memory' if group.replaced else ''}"
+    times, found = raced.timings, raced.outcome
+    chosen, group.why = found.chosen, found.why
+    if chosen == BEFORE:
+        leaner = {n: mib for n in forms if not found.ratios[n].slower and (mib := saves(times[BEFORE], times[n])) is not None}
+        group.replaced = found.tied and bool(leaner)
+        chosen = min(leaner, key=lambda n: leaner[n]) if group.replaced else min(forms, key=lambda n: found.ratios[n].value)
+        group.why += ", and takes less memory" * group.replaced
+    group.use(forms[chosen][0].form, forms[chosen][1])
+    group.before_ms, group.after_ms = times[BEFORE].ms, times[chosen].ms
+    group.forms_ms = {name: times[name].ms for name in forms}
+
+
+def saves(before: Timing, after: Timing) -> float | None:
+    """The memory that it takes, in MiB, where that is surely less than before."""
+    if before.peak_mib is None or after.peak_mib is None or not after.peak_mib < 0.95 * before.peak_mib:
+        return None
+    return after.peak_mib
 
 
 def _whole(report: Optimized, work: Workload, call: Met, seconds: float) -> None:
@@ -304,9 +348,11 @@ def together(found: Replaced, call: Met, train: bool = True) -> Site:
     if train and not compares:
         with quiet(model), uncached(model), torch.no_grad():
             compares = tuple(k for k in floating(model(*call.args, **call.kwargs)) if k == "['loss']")
-    return Site("", model, lambda m, ops: edits_of(found, m, ops), "the whole model", compares=compares)
+    asks = any(s.asks for s, _ in found.sites)
+    return Site("", model, lambda m, ops: edits_of(found, m, ops), "the whole model", compares=compares, asks=asks)
 
 
-def edits_of(found: Replaced, model: nn.Module, ops: Choices) -> list[Edit]:
-    """The edits of every site, in this model or a copy of it."""
-    return [e for site, _ in found.sites for e in site.edits(model.get_submodule(site.path), ops)]
+def edits_of(found: Replaced, model: nn.Module, ops: Choices) -> Iterator[Edit]:
+    """The edits of every site, in this model or a copy of it; a site that edits what another did comes after it."""
+    for site, _ in found.sites:
+        yield from site.edits(model.get_submodule(site.path), ops)

@@ -134,8 +134,19 @@ class NotedChoices:
         return noted
 
 
+def prove_forms(site: Site, call: Met, ops: Choices) -> dict[str, Verdict]:
+    """{form: its verdict}: one that fails, or raises, costs only itself."""
+    found: dict[str, Verdict] = {}
+    for one in site.in_each_form():
+        try:
+            found[one.form] = prove(one, call, ops)
+        except Exception as e:
+            found[one.form] = Verdict(False, why=error_line(e))
+    return found
+
+
 def prove(site: Site, call: Met, ops: Choices) -> Verdict:
-    """The worst verdict over the model's own dtype and float32."""
+    """The worst verdict over the model's own dtype and float32, of the site's own form."""
     given = (*site.module.parameters(), *floating((call.args, call.kwargs)).values())
     own = next((t.dtype for t in given if t.is_floating_point()), torch.float32)
     truth_of = copied(site.module, torch.float64)
@@ -150,7 +161,7 @@ def prove(site: Site, call: Met, ops: Choices) -> Verdict:
             ours = ran(twin, rounded, dtype, site.compares)
             if not any(k.startswith("output") for k in ours):
                 return Verdict(False, why="it returns no floating-point tensor that could be compared")
-            if not asked.any:
+            if site.asks and not asked.any:
                 return Verdict(False, why=site.unasked)
             if site.serves is not None and not site.serves(twin):
                 return Verdict(False, why="the module did not come to what was to be replaced")

@@ -13,7 +13,7 @@ from whet.choices import Choices
 from whet.figures import error_line
 from whet.judge import Verdict
 from whet.swap import Edit, Journal, Left, Met, Site, discover
-from whet.swap._proof import prove, random_kept
+from whet.swap._proof import prove_forms, random_kept
 
 ROWS, LENGTH = 2, 48  # of the batch that the proof runs on at most
 
@@ -27,10 +27,10 @@ class Replaced:
     left: list[Left] = field(default_factory=list)
     journal: Journal = field(default_factory=Journal)
 
-    def ask(self, ops: Choices) -> None:
-        """From now on the replaced parts ask these choices."""
+    def ask(self, ops: Choices, sites: list[tuple[Site, Verdict]] | None = None) -> None:
+        """From now on the replaced parts ask these choices. sites: other forms of them, for a while."""
         self.journal.undo()
-        for site, _ in self.sites:
+        for site, _ in self.sites if sites is None else sites:
             self.journal.make(site.edits(site.module, ops))
 
     def restore(self) -> None:
@@ -141,11 +141,11 @@ def _recognise(
             if why := drops_too_much(item, keep_logits):
                 found.left.append(Left(item.path, why, name))
                 continue
-            try:
-                verdict = prove(item, seen[item.path], ops)
-            except Exception as e:
-                verdict = Verdict(False, why=error_line(e))
-            if verdict.ok:
-                found.sites.append((replace(item, kind=name), verdict))
-            else:
-                found.left.append(Left(item.path, f"{item.words}: {verdict.why}", name))
+            verdicts = prove_forms(item, seen[item.path], ops)
+            right = {form: v for form, v in verdicts.items() if v.ok}
+            if right:
+                found.sites.append((replace(item.with_forms(right), kind=name), max(right.values(), key=lambda v: v.share)))
+            for form, verdict in verdicts.items():
+                if not verdict.ok:
+                    words = f"{item.words}, {form}" if form and len(verdicts) > 1 else item.words
+                    found.left.append(Left(item.path, f"{words}: {verdict.why}", name))

@@ -1,4 +1,8 @@
-"""Gated MLPs: down(act(gate(x)) * up(x)), act a SiLU or a GELU, gate and up apart or in one product; the linears stay."""
+"""Gated MLPs: down(act(gate(x)) * up(x)), act a SiLU or a GELU; the linears stay, and their products take several forms.
+
+Where the linears are plain ones, gate and up can also be one product with both weights beside each other, and an inner size
+that is no whole number of the tensor cores' loads can be padded. Which is fastest is measured.
+"""
 
 import itertools
 from collections.abc import Callable, Iterator
@@ -9,7 +13,9 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from whet.swap import Left, Met, Site, new_forward
+from whet.alignment import SMALL, pads
+from whet.swap import Edit, Edits, Left, Met, Site, new_forward
+from whet.swap._padded import Pads, fewest_rows, multiply, multiply_both, odd, only_weights, product_dtype, rows_of, sizes
 from whet.swap._proof import Float64Everywhere, close, copied, plainly_called, random_kept
 
 CLOSE = 1e-5  # of the size of the result; of several formulas as close as that, the nearest
@@ -95,22 +101,85 @@ def form_of(module: nn.Module, x: torch.Tensor) -> GatedForm | None:
         return replace(best, in_training=apart_by(twin.train(), best, x) <= CLOSE)
 
 
-def replaced(ops, form: GatedForm) -> Callable:
+def plain_linears(module: nn.Module, form: GatedForm) -> bool:
+    """Whether the products may be made of the weights, the linears not called; gate and up alike in having a bias."""
+    found = [getattr(module, name) for name in form.names]
+    return all(map(only_weights, found)) and len({m.bias is None for m in found[:-1]}) == 1
+
+
+def padded_by(module: nn.Module, form: GatedForm) -> tuple[Pads, Pads]:
+    """What is added: to gate and up each, and to down."""
+    *inner, down = (getattr(module, name) for name in form.names)
+    (size, out), dtype = sizes(down), product_dtype(down)
+    if min(size, out) < SMALL:
+        return Pads(0, 0), Pads(0, 0)
+    return Pads(pads(sizes(inner[0])[0], dtype), pads(size, dtype)), Pads(pads(size, dtype), pads(out, dtype))
+
+
+def called(module: nn.Module, names: tuple[str, ...], activation: Callable, options: tuple, x: torch.Tensor) -> torch.Tensor:
+    """By calling the linears, whatever they are."""
+    *inner, down = (getattr(module, name) for name in names)
+    return down(activation(inner[0](x), inner[1](x) if len(inner) == 2 else None, *options))
+
+
+def in_one_product(more: Pads, more_down: Pads) -> Callable:
+    def run(inner: list, down: Any, activation: Callable, options: tuple, x: torch.Tensor) -> torch.Tensor:
+        return multiply(down, activation(multiply_both(inner, x, more), None, *options), more_down)
+
+    return run
+
+
+def apart(more: Pads, more_down: Pads) -> Callable:
+    def run(inner: list, down: Any, activation: Callable, options: tuple, x: torch.Tensor) -> torch.Tensor:
+        gate, up = (multiply(m, x, more, wide=True) for m in inner)
+        return multiply(down, activation(gate, up, *options), more_down)
+
+    return run
+
+
+def edits_with(form: GatedForm, products: Callable | None = None, fewest: int = 0) -> Edits:
+    """products: of the weights, where the linears are plain ones still and there are rows enough; None: by calling them."""
     op, options, _ = ACTIVATIONS[form.activation]
-    activation, (*inner, down) = getattr(ops, op), form.names
 
-    def apart(self, x, *rest, **others):
-        if rest or others or self.training and not form.in_training:
-            return self._whet_forward(x, *rest, **others)
-        gate, up = inner
-        return getattr(self, down)(activation(getattr(self, gate)(x), getattr(self, up)(x), *options))
+    def edits(module: nn.Module, ops) -> list[Edit]:
+        activation = getattr(ops, op)
 
-    def packed(self, x, *rest, **others):
-        if rest or others or self.training and not form.in_training:
-            return self._whet_forward(x, *rest, **others)
-        return getattr(self, down)(activation(getattr(self, inner[0])(x), None, *options))
+        def forward(self, x, *rest, **others):
+            if rest or others or self.training and not form.in_training:
+                return self._whet_forward(x, *rest, **others)
+            if products is None or rows_of(x) < fewest or not plain_linears(self, form):
+                return called(self, form.names, activation, options, x)
+            *inner, down = (getattr(self, name) for name in form.names)
+            return products(inner, down, activation, options, x)
 
-    return apart if len(inner) == 2 else packed
+        return new_forward(module, forward)
+
+    return edits
+
+
+def product_forms(module: nn.Module, form: GatedForm, call: Met) -> dict[str, Edits]:
+    """What the products can be besides calls of the linears, the simplest first."""
+    if not plain_linears(module, form):
+        return {}
+    none, fewest, separate = Pads(0, 0), fewest_rows(call), len(form.names) == 3
+    found = {"gate and up in one product": in_one_product(none, none)} if separate else {}
+    more = padded_by(module, form)
+    if any(map(any, more)):
+        padded = f"padded to {sizes(getattr(module, form.names[-1]))[0] + more[1].more_in}"
+        found |= {padded: apart(*more), f"gate and up in one product, {padded}": in_one_product(*more)} if separate else {
+            padded: in_one_product(*more)
+        }
+    return {name: edits_with(form, products, fewest) for name, products in found.items()}
+
+
+def gated_linears(module: nn.Module, call: Met) -> list:
+    """The linears of a gated MLP that is misaligned, which is padded here; none of any other module."""
+    if not any(map(odd, module.children())) or not any(True for _ in layouts(module)):
+        return []
+    form = form_of(module, call.args[0])
+    if form is None or refusal(module, form) or not plain_linears(module, form) or not any(map(any, padded_by(module, form))):
+        return []
+    return [getattr(module, name) for name in form.names]
 
 
 def refusal(module: nn.Module, form: GatedForm | None) -> str | None:
@@ -138,7 +207,6 @@ def find(model: nn.Module, met: dict[str, Met]) -> Iterator[Site | Left]:
             continue
         assert form is not None
 
-        def edits(module, ops, form=form):
-            return new_forward(module, replaced(ops, form))
-
-        yield Site(path, module, edits, f"{form.activation} between {', '.join(form.names)}")
+        words, apart_name = f"{form.activation} between {', '.join(form.names)}", "gate and up apart"
+        forms = product_forms(module, form, met[path])
+        yield Site(path, module, edits_with(form), words, form=apart_name if len(form.names) == 3 else "", forms=forms)

@@ -11,6 +11,7 @@ from collections.abc import Callable
 import torch
 from torch import nn
 
+from whet.alignment import ROW_BYTES, SMALL, aligned, padded_size
 from whet.diagnose.run import Check, Finding, Run
 from whet.diagnose.summary import pattern
 from whet.diagnose.target import Target, target_of
@@ -18,9 +19,6 @@ from whet.diagnose.watch import Event, Seen
 from whet.figures import figure, percent
 from whet.measure import compare
 
-ROW_BYTES = 16  # one load of a tensor core's operands, and what cuBLAS asks of a row for its fast kernels
-SMALL = 64  # a dimension below this leaves a product too small to matter
-PAD = 64  # sizes are padded to a multiple of this where padding is timed: whole tiles, not only whole loads
 LEAST_FLOPS = 0.05  # share of the step's flops below which nothing is reported where nothing can be timed
 LEAST = 0.01  # share of the step that padding must give back on a GPU
 MAX_TIMED = 6  # products, the largest first: a fifth of a second each
@@ -45,7 +43,7 @@ class Product:
     @property
     def misaligned(self) -> set[int]:
         """Sizes that rows in memory have and should not."""
-        return {size for t in (self.a, self.b, self.out) for size in [row(t)] if size and size * t.dtype.itemsize % ROW_BYTES}
+        return {size for t in (self.a, self.b, self.out) for size in [row(t)] if not aligned(size, t.dtype)}
 
     @property
     def bad(self) -> bool:
@@ -84,7 +82,7 @@ class GemmGroup:
 
     @property
     def padded(self) -> dict[int, int]:
-        return {size: -(-size // PAD) * PAD for size in self.sizes}
+        return {size: padded_size(size) for size in self.sizes}
 
     @property
     def subject(self) -> str:
