@@ -2,7 +2,7 @@
 
 import contextlib
 import copy
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 from typing import cast as cast_to
 
@@ -53,9 +53,17 @@ def close(got: Any, want: torch.Tensor, share: float) -> bool:
 
 
 def copied(module: nn.Module, dtype: torch.dtype) -> nn.Module:
-    """A copy in another dtype, with its own config, modes as they are."""
-    twin = copy.deepcopy(module)
-    return twin.to(dtype) if any(p.is_floating_point() for p in (*twin.parameters(), *twin.buffers())) else twin
+    """A copy in another dtype, with its own config, modes as they are. Packed weights stay: integers, float8, subclasses."""
+    def one(t):
+        known = t.dtype in (*WIDE, torch.float64) and type(t) in (torch.Tensor, nn.Parameter)
+        return t.to(dtype) if known else t
+
+    return copy.deepcopy(module)._apply(one)
+
+
+def own_dtype(given: Iterable[torch.Tensor]) -> torch.dtype:
+    """What a module computes in: the dtype of the first of its tensors that is not packed."""
+    return next((t.dtype for t in given if t.dtype in (*WIDE, torch.float64)), torch.float32)
 
 
 def cast(value: Any, dtype: torch.dtype) -> Any:
@@ -118,6 +126,14 @@ def edited(module: nn.Module, site: Site, ops: Choices) -> Iterator[None]:
         journal.undo()
 
 
+def outputs_left(site: Site, call: Met) -> tuple[str, ...]:
+    """Which outputs are still there when the site is replaced."""
+    own = own_dtype(site.module.parameters())
+    twin = copied(site.module, own)
+    with random_kept(), edited(twin, site, Choices()):
+        return tuple(floating(twin(*cast(call.args, own), **cast(call.kwargs, own))))
+
+
 class NotedChoices:
     """Choices that note whether any op was asked."""
 
@@ -137,7 +153,7 @@ class NotedChoices:
 def prove(site: Site, call: Met, ops: Choices) -> Verdict:
     """The worst verdict over the model's own dtype and float32."""
     given = (*site.module.parameters(), *floating((call.args, call.kwargs)).values())
-    own = next((t.dtype for t in given if t.is_floating_point()), torch.float32)
+    own = own_dtype(given)
     truth_of = copied(site.module, torch.float64)
     worst = Verdict(True, 0.0, float("inf"))
     for dtype in dict.fromkeys((own, torch.float32)):

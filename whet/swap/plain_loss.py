@@ -14,10 +14,9 @@ import torch.nn.functional as F
 from torch import nn
 from torch.utils._pytree import tree_map
 
-from whet.choices import Choices
 from whet.swap import Edit, Left, Met, Site, new_forward
 from whet.swap._globals import plain_function, stand_ins, with_globals
-from whet.swap._proof import cast, copied, edited, floating, random_kept
+from whet.swap._proof import outputs_left
 
 NAME = "cross_entropy"
 
@@ -94,7 +93,8 @@ def cross_entropy_of(ops, state: HandedOn) -> Callable:
 
 
 def head_forward(self, hidden):
-    return Handed(hidden, self.weight) if self._whet_handed.on else self._whet_forward(hidden)
+    on = self._whet_handed.on and type(self.weight) is nn.Parameter  # not where FSDP lends it to this call alone
+    return Handed(hidden, self.weight) if on else self._whet_forward(hidden)
 
 
 def forward(self, *args, **kwargs):
@@ -138,14 +138,6 @@ def edits(module: nn.Module, ops, head: str) -> list[Edit]:
 
 def served(module: Any) -> bool:
     return module._whet_handed.used
-
-
-def outputs_left(site: Site, call: Met) -> tuple[str, ...]:
-    """Which outputs are still there when the site is replaced."""
-    own = next((p.dtype for p in site.module.parameters() if p.is_floating_point()), torch.float32)
-    twin = copied(site.module, own)
-    with random_kept(), edited(twin, site, Choices()):
-        return tuple(floating(twin(*cast(call.args, own), **cast(call.kwargs, own))))
 
 
 def find(model: nn.Module, met: dict[str, Met]) -> Iterator[Site | Left]:

@@ -1,0 +1,103 @@
+"""An optimised model inside what users have around it: PEFT's adapters, a Trainer, Accelerate, FSDP, generate."""
+
+import inspect
+import os
+
+import pytest
+import torch
+from swapping import batch, built, state
+from test_swap_use import agree, replaced, trained
+from torch import nn
+
+from whet.choices import Choices
+from whet.swap import _optimize
+from whet.swap._optimize import optimize, restore
+from whet.tune import Tuned
+
+transformers = pytest.importorskip("transformers")
+ATTENTION, MLP = ["q_proj", "v_proj"], ["gate_proj", "up_proj", "down_proj"]
+
+
+@pytest.fixture
+def at_once(monkeypatch):
+    """Nothing is tuned, and all that is proved counts as faster."""
+    monkeypatch.setattr(_optimize, "tune", lambda *args, **options: Tuned({"eager": Choices()}, {}))
+    monkeypatch.setattr(_optimize, "_time_group", lambda group, *rest: None)
+
+    def whole(report, *rest):
+        report.replaced.ask(report.choices)
+
+    monkeypatch.setattr(_optimize, "_whole", whole)
+
+
+def adapted(model: nn.Module, targets) -> nn.Module:
+    peft = pytest.importorskip("peft", reason="peft is not installed: LoRA is not tried")
+    torch.manual_seed(5)
+    config = peft.LoraConfig(r=4, target_modules=targets, init_lora_weights=False, task_type="CAUSAL_LM")
+    return peft.get_peft_model(model, config).train()
+
+
+@pytest.mark.parametrize("targets", [ATTENTION, MLP, "all-linear"], ids=["attention", "mlp", "all"])
+def test_lora_before_or_after_trains_the_adapters_alone_with_the_same_gradients(targets, at_once):
+    data = batch()
+    model = adapted(built("Llama", torch.float32), targets)
+    expected, before = trained(model, data), state(model)
+    assert expected[1] and all("lora_" in name for name in expected[1])
+    optimize(model, data)
+    counts = {g.kind: len(g.sites) for g in model.whet.kept}
+    assert counts == dict(norms=5, gated_mlp=2, rotary=2, attention=2, lm_head=1), model.whet.replaced.left
+    agree(trained(model, data), expected)
+    out = model(**data)
+    assert out.logits is None and "logits" not in out and model.eval()(**data).logits is not None
+    restore(model.train())
+    assert state(model) == before
+    plain = built("Llama", torch.float32)
+    optimize(plain, data)
+    model = adapted(plain, targets)
+    agree(trained(model, data), expected)
+    restore(plain)
+    agree(trained(model, data), expected, exactly=True)
+
+
+def test_adapters_are_saved_and_merged_as_without(tmp_path, at_once):
+    data = batch()
+    plain = adapted(built("Llama", torch.float32), "all-linear")
+    model = optimize(adapted(built("Llama", torch.float32), "all-linear"), data)
+    for which, made in (("plain", plain), ("optimised", model)):
+        made.save_pretrained(tmp_path / which)
+    files = sorted(os.listdir(tmp_path / "plain"))
+    assert files == sorted(os.listdir(tmp_path / "optimised")) and "adapter_model.safetensors" in files
+    for name in files:
+        assert (tmp_path / "plain" / name).read_bytes() == (tmp_path / "optimised" / name).read_bytes(), name
+    one, other = (m.merge_and_unload().requires_grad_() for m in (plain, model))
+    agree(trained(other, data), trained(one, data))
+    assert one.state_dict().keys() == other.state_dict().keys()
+
+
+class Around(nn.Module):
+    """A language model inside a module of the user's."""
+
+    def __init__(self, wants_logits: bool):
+        super().__init__()
+        self.inner, self.wants_logits = built("Llama", torch.float32), wants_logits
+
+    def forward(self, input_ids, labels):
+        out = self.inner(input_ids=input_ids, labels=labels)
+        return (out.loss, out.logits.argmax(-1)) if self.wants_logits else out.loss
+
+
+def test_the_head_is_found_inside_another_module_and_left_where_that_reads_the_logits():
+    data = batch()
+    for wants in (False, True):
+        model = Around(wants)
+        found = replaced(model, data, only=("lm_head", "norms"), keep_logits=False)
+        left = [x.why for x in found.left]
+        assert len(found.sites) == 6 - wants and len(left) == wants
+        assert not wants or "what is around it fails without its logits" in left[0]
+
+
+def test_a_replaced_forward_has_the_signature_of_the_models_own():
+    model = built("Llama", torch.float32)
+    own = inspect.signature(model.forward)
+    replaced(model)
+    assert inspect.signature(model.forward) == own and model._supports_logits_to_keep()
