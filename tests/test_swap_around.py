@@ -5,7 +5,7 @@ import os
 
 import pytest
 import torch
-from swapping import batch, built, state
+from swapping import GPT, batch, built, state
 from test_swap_use import agree, replaced, trained
 from torch import nn
 
@@ -74,6 +74,12 @@ def test_adapters_are_saved_and_merged_as_without(tmp_path, at_once):
     assert one.state_dict().keys() == other.state_dict().keys()
 
 
+class Untied(GPT):
+    def __init__(self):
+        super().__init__()
+        self.lm_head.weight = nn.Parameter(self.wte.weight.detach().clone())
+
+
 class Around(nn.Module):
     """A language model inside a module of the user's."""
 
@@ -101,3 +107,50 @@ def test_a_replaced_forward_has_the_signature_of_the_models_own():
     own = inspect.signature(model.forward)
     replaced(model)
     assert inspect.signature(model.forward) == own and model._supports_logits_to_keep()
+
+
+@pytest.fixture
+def one_process(tmp_path):
+    if not torch.distributed.is_available():
+        pytest.skip("this torch has no torch.distributed")
+    torch.distributed.init_process_group("gloo", init_method=f"file://{tmp_path}/rendezvous", rank=0, world_size=1)
+    yield
+    torch.distributed.destroy_process_group()
+
+
+@pytest.mark.parametrize("own_head", [False, True], ids=["with the root", "a unit"])
+@pytest.mark.parametrize("reshard", [True, False], ids=["resharded", "kept"])
+def test_fully_sharded_afterwards_and_the_head_goes_its_own_way_where_it_is_a_unit(one_process, own_head, reshard):
+    from torch.distributed.fsdp import fully_shard
+
+    model, data = built("Llama", torch.float32), batch()
+    expected = trained(model, data)
+    model.zero_grad()
+    replaced(model)
+    for part in (*model.model.layers, *([model.model.norm, model.lm_head] if own_head else []), model):
+        fully_shard(part, reshard_after_forward=reshard)
+    for _ in range(2):
+        loss, grads = trained(model, data)
+        agree((loss, {n: g.full_tensor() for n, g in grads.items()}), expected)
+    assert (model(**data).logits is None) == (not own_head) and model.eval()(**data).logits is not None
+    with pytest.raises(ValueError, match="the model is sharded: optimize first, then fully_shard"):
+        optimize(model, data)
+
+
+def test_a_plain_models_head_that_is_a_unit_of_fsdp_computes_its_logits(one_process):
+    from torch.distributed.fsdp import fully_shard
+
+    torch.manual_seed(0)
+    model, tokens = Untied().train(), (batch()["input_ids"], batch()["labels"])
+    model(*tokens)[1].backward()
+    expected = {n: p.grad for n, p in model.named_parameters()}
+    model.zero_grad()
+    found = replaced(model, tokens, keep_logits=False)
+    assert "plain_loss" in {s.kind for s, _ in found.sites}
+    for part in (*model.h, model.lm_head, model):
+        fully_shard(part)
+    logits, loss = model(*tokens)
+    assert logits is not None
+    loss.backward()
+    for n, p in model.named_parameters():
+        torch.testing.assert_close(p.grad.full_tensor(), expected[n])

@@ -15,6 +15,7 @@ from whet.choices import Choices
 from whet.figures import error_line
 from whet.judge import Verdict, judge
 from whet.swap import Journal, Met, Site
+from whet.swap._packed import is_plain, keep_packed
 
 WIDE = (torch.float32, torch.float16, torch.bfloat16)
 
@@ -52,18 +53,17 @@ def close(got: Any, want: torch.Tensor, share: float) -> bool:
     )
 
 
-def copied(module: nn.Module, dtype: torch.dtype) -> nn.Module:
-    """A copy in another dtype, with its own config, modes as they are. Packed weights stay: integers, float8, subclasses."""
-    def one(t):
-        known = t.dtype in (*WIDE, torch.float64) and type(t) in (torch.Tensor, nn.Parameter)
-        return t.to(dtype) if known else t
-
-    return copy.deepcopy(module)._apply(one)
+def copied(module: nn.Module, dtype: torch.dtype, own: torch.dtype | None = None) -> nn.Module:
+    """A copy in another dtype, with its own config, modes as they are. Packed weights stay, their linears compute in `own`."""
+    twin = copy.deepcopy(module)._apply(lambda t: t.to(dtype) if is_plain(t) else t)
+    if own is not None and own != dtype:
+        keep_packed(twin, own)
+    return twin
 
 
 def own_dtype(given: Iterable[torch.Tensor]) -> torch.dtype:
     """What a module computes in: the dtype of the first of its tensors that is not packed."""
-    return next((t.dtype for t in given if t.dtype in (*WIDE, torch.float64)), torch.float32)
+    return next((t.dtype for t in given if is_plain(t)), torch.float32)
 
 
 def cast(value: Any, dtype: torch.dtype) -> Any:
@@ -154,13 +154,14 @@ def prove(site: Site, call: Met, ops: Choices) -> Verdict:
     """The worst verdict over the model's own dtype and float32."""
     given = (*site.module.parameters(), *floating((call.args, call.kwargs)).values())
     own = own_dtype(given)
-    truth_of = copied(site.module, torch.float64)
+    truth_of = copied(site.module, torch.float64, own)
     worst = Verdict(True, 0.0, float("inf"))
     for dtype in dict.fromkeys((own, torch.float32)):
-        twin = copied(site.module, dtype)
+        twin = copied(site.module, dtype, own)
         rounded = Met(cast(call.args, dtype), cast(call.kwargs, dtype))  # what float64 starts from, too
         for mine, theirs in zip(truth_of.parameters(), twin.parameters()):
-            mine.data.copy_(theirs.data)
+            if is_plain(mine):
+                mine.data.copy_(theirs.data)
         asked = NotedChoices(ops)
         with edited(twin, site, cast_to(Choices, asked)):
             ours = ran(twin, rounded, dtype, site.compares)

@@ -17,7 +17,8 @@ from torch import nn
 
 from whet.figures import error_line
 from whet.swap import Edit, Left, Met, Site, new_forward
-from whet.swap._proof import WIDE, outputs_left
+from whet.swap._packed import is_plain
+from whet.swap._proof import outputs_left
 
 
 @dataclass
@@ -55,8 +56,8 @@ def refusal(model: nn.Module, head: Any) -> str | None:
 
 
 def plain(head: Any) -> bool:
-    """Whether the head's weight is there to be read: not sharded (FSDP gathers it in the head's own call alone), not packed."""
-    return type(head.weight) is nn.Parameter and head.weight.dtype in (*WIDE, torch.float64)
+    """Whether its weight is there to be read: no adapter around, not packed, not sharded (FSDP lends it to its own call)."""
+    return type(head) is nn.Linear and is_plain(head.weight)
 
 
 def head_forward(self, hidden):

@@ -16,6 +16,7 @@ from torch.utils._pytree import tree_map
 
 from whet.swap import Edit, Left, Met, Site, new_forward
 from whet.swap._globals import plain_function, stand_ins, with_globals
+from whet.swap._packed import is_plain
 from whet.swap._proof import outputs_left
 
 NAME = "cross_entropy"
@@ -93,7 +94,7 @@ def cross_entropy_of(ops, state: HandedOn) -> Callable:
 
 
 def head_forward(self, hidden):
-    on = self._whet_handed.on and type(self.weight) is nn.Parameter  # not where FSDP lends it to this call alone
+    on = self._whet_handed.on and type(self) is nn.Linear  # a unit of FSDP's has its weight during this call alone
     return Handed(hidden, self.weight) if on else self._whet_forward(hidden)
 
 
@@ -150,7 +151,7 @@ def find(model: nn.Module, met: dict[str, Met]) -> Iterator[Site | Left]:
             yield Left(path, f"it calls cross_entropy and names {len(heads)} linear layers: which is its head is not clear")
             continue
         linear = module.get_submodule(heads[0])
-        if type(linear) is not nn.Linear or linear.bias is not None:
+        if type(linear) is not nn.Linear or linear.bias is not None or not is_plain(linear.weight):
             yield Left(path, f"its head {heads[0]} is not a plain linear layer without a bias")
             continue
         if not module.training:
