@@ -6,7 +6,9 @@ from swapping import GPT, batch, built, state
 from test_swap_around import at_once, one_process  # noqa: F401: fixtures
 from torch import nn
 
+from whet.swap._given import elsewhere
 from whet.swap._optimize import optimize, restore
+from whet.workload import Workload
 
 pytest.importorskip("transformers")
 
@@ -35,10 +37,15 @@ def refused(model: nn.Module, data, why: str, **options) -> str:
     ({}, "batch is empty"), ((), "batch is empty"), (None, "got NoneType"), (3, "got int"),
     ({"tokens": torch.ones(2, 4)}, "the model's forward fails on this batch: .*unexpected keyword argument 'tokens'"),
     (torch.full((1, 4), 96), "the model's forward fails on this batch: IndexError: index out of range"),
-    (torch.ones(1, 4, dtype=torch.long, device="meta"), "part of which is on meta and the model on cpu"),
+    (torch.ones(1, 4, dtype=torch.long, device="meta"), "the batch has a tensor on the meta device"),
 ])
 def test_a_batch_that_the_model_does_not_take_is_refused_in_its_own_words(data, why):
     refused(GPT(), data, why)
+
+
+def test_where_batch_and_model_are_is_said_of_a_forward_that_fails():
+    assert elsewhere(Workload(GPT(), (torch.ones(1, device="meta"),))) == ", part of which is on meta and the model on cpu"
+    assert elsewhere(Workload(GPT(), (torch.ones(1),))) == ""
 
 
 def test_a_refused_batch_leaves_an_optimised_model_optimised(at_once):  # noqa: F811

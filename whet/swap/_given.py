@@ -48,9 +48,12 @@ def usable(call: Met) -> Met:
         raise ValueError("optimize: batch is empty; give what the model's forward takes")
 
     def own(t: torch.Tensor) -> torch.Tensor:
+        if t.is_meta:
+            raise ValueError("optimize: the batch has a tensor on the meta device, which has no values")
         return t.clone() if t.is_inference() else t
 
-    return Met(tree_map_only(torch.Tensor, own, call.args), tree_map_only(torch.Tensor, own, call.kwargs))
+    with torch.inference_mode(False):
+        return Met(tree_map_only(torch.Tensor, own, call.args), tree_map_only(torch.Tensor, own, call.kwargs))
 
 
 def tried(work: Workload) -> torch.Tensor | None:
@@ -65,6 +68,7 @@ def tried(work: Workload) -> torch.Tensor | None:
 
 
 def elsewhere(work: Workload) -> str:
+    """Where the batch is and the model is not, for an error."""
     homes = {p.device for p in work.model.parameters()}
     away = {t.device for t in tensors_in((work.args, work.kwargs))} - homes
     return f", part of which is on {away.pop()} and the model on {homes.pop()}" if homes and away else ""

@@ -184,6 +184,7 @@ def _optimize(
 ) -> None:
     model = report.model
     progress("looking for what can be replaced", 0, 1)
+    keep_logits = keep_logits if work.kind == "train" else True
     report.replaced = found = recognise(model, call, Choices(), keep_logits=keep_logits)
     if not found.sites:
         report.note = "nothing was replaced"
