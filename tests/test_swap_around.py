@@ -9,7 +9,7 @@ from swapping import GPT, batch, built, state
 from test_swap_use import agree, replaced, trained
 from torch import nn
 
-from whet.choices import Choices
+from whet.choices import Choices, Recorder
 from whet.swap import _optimize
 from whet.swap._optimize import optimize, restore
 from whet.tune import Tuned
@@ -154,3 +154,49 @@ def test_a_plain_models_head_that_is_a_unit_of_fsdp_computes_its_logits(one_proc
     loss.backward()
     for n, p in model.named_parameters():
         torch.testing.assert_close(p.grad.full_tensor(), expected[n])
+
+
+WAYS = {
+    "greedy": dict(do_sample=False), "sampled": dict(do_sample=True, top_k=20), "beams": dict(num_beams=3, do_sample=False),
+    "static cache": dict(do_sample=False, cache_implementation="static"), "no cache": dict(do_sample=False, use_cache=False),
+}
+
+
+@pytest.mark.parametrize("mode", ["train", "infer"])
+@pytest.mark.parametrize("name", ["Llama", "GPT2"])
+def test_generate_gives_the_same_tokens(name, mode, at_once):
+    model, data = built(name, torch.float32), batch()
+    model.train(mode == "train")
+
+    def generated() -> dict[str, torch.Tensor]:
+        found = {}
+        for way, options in WAYS.items():
+            torch.manual_seed(7)
+            found[way] = model.generate(
+                data["input_ids"][:, :6], attention_mask=torch.ones(2, 6), max_new_tokens=8, pad_token_id=0, **options)
+        return found
+
+    model.eval()
+    expected = generated()
+    optimize(model.train(mode == "train"), data, mode=mode)
+    assert model.whet.mode == mode and len(model.whet.kept) == {"Llama": 4, "GPT2": 3}[name] + (mode == "train")
+    model.eval()
+    for way, tokens in generated().items():
+        assert torch.equal(tokens, expected[way]), way
+    assert model(**data).logits is not None
+
+
+def test_a_rotation_at_sizes_that_nobody_measured_is_the_models_own():
+    model, data, asked = built("Llama", torch.float32), batch(), []
+    found = replaced(model, data, only=("rotary",))
+    recorder = Recorder()
+    found.ask(recorder)
+    model(**data)
+    (call, _), = recorder.calls.values()
+    choices = Choices({call.key: "eager"})
+    choices.rope = lambda *args, rope=choices.rope: asked.append(args[0].shape[2]) or rope(*args)
+    found.ask(choices)
+    model(**data)
+    model(input_ids=data["input_ids"][:1, :1])
+    model(**data)
+    assert asked == [24] * 4
