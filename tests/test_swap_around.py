@@ -10,24 +10,10 @@ from test_swap_use import agree, replaced, trained
 from torch import nn
 
 from whet.choices import Choices, Recorder
-from whet.swap import _optimize
 from whet.swap._optimize import optimize, restore
-from whet.tune import Tuned
 
 transformers = pytest.importorskip("transformers")
 ATTENTION, MLP = ["q_proj", "v_proj"], ["gate_proj", "up_proj", "down_proj"]
-
-
-@pytest.fixture
-def at_once(monkeypatch):
-    """Nothing is tuned, and all that is proved counts as faster."""
-    monkeypatch.setattr(_optimize, "tune", lambda *args, **options: Tuned({"eager": Choices()}, {}))
-    monkeypatch.setattr(_optimize, "_time_group", lambda group, *rest: None)
-
-    def whole(report, *rest):
-        report.replaced.ask(report.choices)
-
-    monkeypatch.setattr(_optimize, "_whole", whole)
 
 
 def adapted(model: nn.Module, targets) -> nn.Module:
@@ -38,7 +24,7 @@ def adapted(model: nn.Module, targets) -> nn.Module:
 
 
 @pytest.mark.parametrize("targets", [ATTENTION, MLP, "all-linear"], ids=["attention", "mlp", "all"])
-def test_lora_before_or_after_trains_the_adapters_alone_with_the_same_gradients(targets, at_once):
+def test_lora_before_or_after_trains_the_adapters_alone_with_the_same_gradients(targets, swapped_at_once):
     data = batch()
     model = adapted(built("Llama", torch.float32), targets)
     expected, before = trained(model, data), state(model)
@@ -59,7 +45,7 @@ def test_lora_before_or_after_trains_the_adapters_alone_with_the_same_gradients(
     agree(trained(model, data), expected, exactly=True)
 
 
-def test_adapters_are_saved_and_merged_as_without(tmp_path, at_once):
+def test_adapters_are_saved_and_merged_as_without(tmp_path, swapped_at_once):
     data = batch()
     plain = adapted(built("Llama", torch.float32), "all-linear")
     model = optimize(adapted(built("Llama", torch.float32), "all-linear"), data)
@@ -109,15 +95,6 @@ def test_a_replaced_forward_has_the_signature_of_the_models_own():
     assert inspect.signature(model.forward) == own and model._supports_logits_to_keep()
 
 
-@pytest.fixture
-def one_process(tmp_path):
-    if not torch.distributed.is_available():
-        pytest.skip("this torch has no torch.distributed")
-    torch.distributed.init_process_group("gloo", init_method=f"file://{tmp_path}/rendezvous", rank=0, world_size=1)
-    yield
-    torch.distributed.destroy_process_group()
-
-
 @pytest.mark.parametrize("own_head", [False, True], ids=["with the root", "a unit"])
 @pytest.mark.parametrize("reshard", [True, False], ids=["resharded", "kept"])
 def test_fully_sharded_afterwards_and_the_head_goes_its_own_way_where_it_is_a_unit(one_process, own_head, reshard):
@@ -164,7 +141,7 @@ WAYS = {
 
 @pytest.mark.parametrize("mode", ["train", "infer"])
 @pytest.mark.parametrize("name", ["Llama", "GPT2"])
-def test_generate_gives_the_same_tokens(name, mode, at_once):
+def test_generate_gives_the_same_tokens(name, mode, swapped_at_once):
     model, data = built(name, torch.float32), batch()
     model.train(mode == "train")
 

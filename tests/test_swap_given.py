@@ -3,7 +3,6 @@
 import pytest
 import torch
 from swapping import GPT, batch, built, state
-from test_swap_around import at_once, one_process  # noqa: F401: fixtures
 from torch import nn
 
 from whet.swap._given import elsewhere
@@ -48,7 +47,7 @@ def test_where_batch_and_model_are_is_said_of_a_forward_that_fails():
     assert elsewhere(Workload(GPT(), (torch.ones(1),))) == ""
 
 
-def test_a_refused_batch_leaves_an_optimised_model_optimised(at_once):  # noqa: F811
+def test_a_refused_batch_leaves_an_optimised_model_optimised(swapped_at_once):
     model = optimize(built("Llama", torch.float32), batch())
     report, before = model.whet, state(model)
     with pytest.raises(ValueError, match="batch is empty"):
@@ -56,7 +55,7 @@ def test_a_refused_batch_leaves_an_optimised_model_optimised(at_once):  # noqa: 
     assert model.whet is report and state(model) == before
 
 
-def test_what_wraps_or_changed_a_model_is_named_and_what_to_give_instead(one_process):  # noqa: F811
+def test_what_wraps_or_changed_a_model_is_named_and_what_to_give_instead(one_process):
     model, x = nn.Sequential(nn.Linear(8, 8), nn.RMSNorm(8)), torch.randn(3, 8)
     refused(nn.parallel.DistributedDataParallel(model), x, "is wrapped: give model.module")
     refused(nn.DataParallel(model), x, "is wrapped: give model.module")
@@ -66,7 +65,7 @@ def test_what_wraps_or_changed_a_model_is_named_and_what_to_give_instead(one_pro
     refused(model.to("meta"), x, "parameter 0.weight is on the meta device")
 
 
-def test_a_model_made_under_inference_mode_is_refused_and_a_call_under_it_is_not(at_once):  # noqa: F811
+def test_a_model_made_under_inference_mode_is_refused_and_a_call_under_it_is_not(swapped_at_once):
     with torch.inference_mode():
         refused(nn.Linear(8, 8), torch.randn(3, 8), "parameter weight was made under torch.inference_mode")
     for around in (torch.inference_mode(), torch.no_grad()):
@@ -78,14 +77,14 @@ def test_a_model_made_under_inference_mode_is_refused_and_a_call_under_it_is_not
         model.train()(**batch()).loss.backward()
 
 
-def test_a_frozen_model_is_for_inference(at_once):  # noqa: F811
+def test_a_frozen_model_is_for_inference(swapped_at_once):
     model = built("Llama", torch.float32).requires_grad_(False)
     refused(model, batch(), "every parameter is frozen; use mode='infer'", mode="train")
     assert optimize(model, batch()).whet.mode == "infer" and model(**batch()).logits is not None
     refused(nn.Linear(4, 4), torch.ones(2, 4), "the model returned no loss", mode="train")
 
 
-def test_inside_a_backward_it_is_refused_and_between_forward_and_backward_it_disturbs_nothing(at_once):  # noqa: F811
+def test_inside_a_backward_it_is_refused_and_between_forward_and_backward_it_disturbs_nothing(swapped_at_once):
     model, data, said = built("GPT2", torch.float32), batch(), []
     model(**data).loss.backward()
     expected = {n: p.grad.clone() for n, p in model.named_parameters()}
@@ -101,7 +100,7 @@ def test_inside_a_backward_it_is_refused_and_between_forward_and_backward_it_dis
     assert len(said) == 1
 
 
-def test_an_optimizer_inside_the_backward_does_not_step_while_it_is_chosen(at_once):  # noqa: F811
+def test_an_optimizer_inside_the_backward_does_not_step_while_it_is_chosen(swapped_at_once):
     model, data, steps = built("Llama", torch.float32), batch(), []
     for p in model.parameters():
         p.register_post_accumulate_grad_hook(lambda p: steps.append(p))
@@ -111,7 +110,7 @@ def test_an_optimizer_inside_the_backward_does_not_step_while_it_is_chosen(at_on
     assert len(steps) == len(list(model.parameters()))
 
 
-def test_a_module_with_two_names_and_three_calls_is_replaced_once(at_once):  # noqa: F811
+def test_a_module_with_two_names_and_three_calls_is_replaced_once(swapped_at_once):
     torch.manual_seed(0)
     model, x = Twice(), torch.randn(5, 16)
     model(x).backward()
@@ -126,7 +125,7 @@ def test_a_module_with_two_names_and_three_calls_is_replaced_once(at_once):  # n
     assert state(restore(model)) == before
 
 
-def test_hooks_see_the_same_values_with_parts_replaced(at_once):  # noqa: F811
+def test_hooks_see_the_same_values_with_parts_replaced(swapped_at_once):
     model, data, seen = built("Llama", torch.float32), batch(), []
     layer = model.model.layers[0]
     for part in (layer.input_layernorm, layer.mlp, layer.mlp.down_proj, layer.self_attn.o_proj, model.lm_head):

@@ -3,7 +3,6 @@
 import pytest
 import torch
 from swapping import batch, built
-from test_swap_around import at_once  # noqa: F401: a fixture
 
 import whet
 
@@ -51,14 +50,14 @@ def same(one, other) -> None:
 @pytest.mark.parametrize("options", [
     {}, {"gradient_accumulation_steps": 2}, {"label_smoothing_factor": 0.1}, {"gradient_checkpointing": True},
 ], ids=["plain", "accumulated", "smoothed", "checkpointed"])
-def test_a_run_with_the_callback_has_the_losses_metrics_and_predictions_of_one_without(options, tmp_path, at_once):  # noqa: F811
+def test_a_run_with_the_callback_has_the_losses_metrics_and_predictions_of_one_without(options, tmp_path, swapped_at_once):
     expected = run(tmp_path / "plain", **options)
     got = run(tmp_path / "optimised", [whet.TrainerCallback()], **options)
     assert sum(len(g.sites) for g in got[3].model.whet.kept) == 12 and not hasattr(expected[3].model, "whet")
     same(got, expected)
 
 
-def test_a_run_that_goes_on_from_a_checkpoint_is_the_run_that_was_not_interrupted(tmp_path, at_once):  # noqa: F811
+def test_a_run_that_goes_on_from_a_checkpoint_is_the_run_that_was_not_interrupted(tmp_path, swapped_at_once):
     expected = run(tmp_path / "plain", steps=6)
     run(tmp_path / "optimised", [whet.TrainerCallback()])
     again = [whet.TrainerCallback(restore=True)]
@@ -67,7 +66,7 @@ def test_a_run_that_goes_on_from_a_checkpoint_is_the_run_that_was_not_interrupte
     assert not hasattr(got[3].model, "whet")
 
 
-def test_a_model_optimised_before_its_trainer_is_made_keeps_the_columns_of_its_dataset(tmp_path, at_once):  # noqa: F811
+def test_a_model_optimised_before_its_trainer_is_made_keeps_the_columns_of_its_dataset(tmp_path, swapped_at_once):
     expected = run(tmp_path / "plain", gradient_accumulation_steps=2)
     model = whet.optimize(built("Llama", torch.float32), batch())
     got = run(tmp_path / "optimised", model=model, gradient_accumulation_steps=2)
@@ -96,6 +95,6 @@ def accelerated(optimised: bool) -> list[float]:
     return losses
 
 
-def test_a_loop_of_accelerate_has_the_same_losses(at_once):  # noqa: F811
+def test_a_loop_of_accelerate_has_the_same_losses(swapped_at_once):
     expected = accelerated(False)
     assert accelerated(True) == pytest.approx(expected, rel=1e-5) and len(expected) == 8

@@ -83,7 +83,7 @@ def kind_of(work: Workload, mode: str | None) -> str:
     loss = tried(work)
     if mode == "train" and loss is None:
         raise ValueError("optimize: mode='train', and the model returned no loss: give labels in the batch, or loss=")
-    if mode == "train" and not loss.requires_grad:
+    if mode == "train" and loss is not None and not loss.requires_grad:
         raise ValueError("optimize: mode='train', and the loss needs no gradient: every parameter is frozen; use mode='infer'")
     return "train" if loss is not None and loss.requires_grad else "infer"
 
