@@ -199,3 +199,25 @@ def every_kernel(accept=lambda op: True) -> list:
     accepted = [op for op in discover().values() if accept(op)]
     kernels = [(op, name) for op in accepted for name, impl in op.impls.items() if impl.needs == "triton"]
     return [pytest.param(op, impl, id=op.name if impl == "triton" else f"{op.name}-{impl}") for op, impl in kernels]
+
+
+@pytest.fixture
+def swapped_at_once(monkeypatch):
+    """whet.optimize tunes and times nothing: all that is proved is replaced, on stock kernels."""
+    from whet.choices import Choices
+    from whet.swap import _optimize
+    from whet.tune import Tuned
+
+    monkeypatch.setattr(_optimize, "tune", lambda *args, **options: Tuned({"eager": Choices()}, {}))
+    monkeypatch.setattr(_optimize, "_time_group", lambda group, *rest: None)
+    monkeypatch.setattr(_optimize, "_whole", lambda report, *rest: report.replaced.ask(report.choices))
+
+
+@pytest.fixture
+def one_process(tmp_path):
+    """A process group of this process alone."""
+    if not torch.distributed.is_available():
+        pytest.skip("this torch has no torch.distributed")
+    torch.distributed.init_process_group("gloo", init_method=f"file://{tmp_path}/rendezvous", rank=0, world_size=1)
+    yield
+    torch.distributed.destroy_process_group()

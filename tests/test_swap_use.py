@@ -75,21 +75,6 @@ def test_compiled_afterwards(name):
     agree((loss, {n.removeprefix("_orig_mod."): g for n, g in grads.items()}), expected)
 
 
-def test_lora_before_and_after():
-    peft = pytest.importorskip("peft", reason="peft is not installed: LoRA is not tried")
-    data, config = batch(), dict(r=4, target_modules=["q_proj", "gate_proj"], init_lora_weights=False)
-    torch.manual_seed(5)
-    model = peft.get_peft_model(built("Llama", torch.float32), peft.LoraConfig(**config))
-    expected = trained(model, data)
-    found = replaced(model)
-    agree(trained(model, data), expected)
-    found.restore()
-    plain = built("Llama", torch.float32)
-    replaced(plain)
-    torch.manual_seed(5)
-    agree(trained(peft.get_peft_model(plain, peft.LoraConfig(**config)), data), expected)
-
-
 @pytest.mark.parametrize("name", ["Llama", "GPT2"])
 def test_saved_and_loaded_it_is_the_plain_model(name, tmp_path):
     model, data = built(name, torch.float32), batch()

@@ -23,7 +23,7 @@ class TrainerCallback(Base):
 
     restore   put the model back as it was when training ends
     log_to    a TensorBoard SummaryWriter for the choices; None: the active W&B run, else stdout
-    options   as whet.optimize takes them: mode, loss, lock, seconds, progress
+    options   as whet.optimize takes them: mode, loss, lock, keep_logits, seconds, progress
     Where the model cannot be optimised it is left as it is, the reason is logged, and training goes on.
     """
 

@@ -42,6 +42,14 @@ class Choices:
         found = self.table.get(call.key) or self.table.get(call.bucketed(op).key) or self.default or op.stock
         return found if base(found) in op.impls else op.stock
 
+    def measured(self, name: str, *args, **options) -> bool:
+        """Whether what serves this call was measured for it or for its bucket; True where nothing was measured at all."""
+        if not self.table or self.default is not None:
+            return True
+        op = discover()[name]
+        call = op.call(op.plain(op.bind(args, options)))
+        return call.key in self.table or call.bucketed(op).key in self.table
+
     def _memory(self) -> dict:
         return {}
 

@@ -15,6 +15,7 @@ from whet.figures import error_line
 
 BATCH, TOKENS = {"cpu": 2, "cuda": 4}, {"cpu": 64, "cuda": 2048}
 DTYPES = {"bfloat16": torch.bfloat16, "float32": torch.float32}
+WHOLE = ("ForSequenceClassification", "ForImageClassification")  # one label for a row
 WEIGHTS = ("model.safetensors", "model.safetensors.index.json")
 
 
@@ -124,7 +125,7 @@ def label_of(cls: Any) -> str:
     """What labels a class takes: "tokens", "token classes", "classes", or "" where it has no loss that random labels suit."""
     if "labels" not in inspect.signature(cls.forward).parameters:
         return ""
-    kinds = {"ForTokenClassification": "token classes", "ForSequenceClassification": "classes", "ForImageClassification": "classes"}
+    kinds = {"ForTokenClassification": "token classes"} | dict.fromkeys(WHOLE, "classes")
     token = ("ForCausalLM", "LMHeadModel", "ForMaskedLM", "ForConditionalGeneration")
     return next((k for end, k in kinds.items() if cls.__name__.endswith(end)), "tokens" if cls.__name__.endswith(token) else "")
 

@@ -7,11 +7,12 @@ underscore is one. What a Site proposes is used only after `prove` (in _proof.py
 
 import functools
 import importlib
+import inspect
 import pkgutil
 import types
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, cast
 
 from torch import nn
 
@@ -90,9 +91,15 @@ class Left:
 def new_forward(module: nn.Module, forward: Callable) -> list[Edit]:
     """What gives a module another forward(self, ...), and keeps its own as self._whet_forward.
 
-    Both are bound methods of the instance: a deep copy of the model gets its own.
+    Both are bound methods of the instance: a deep copy of the model gets its own. The new one has the signature of the old,
+    which a Trainer reads to know what columns of a dataset, and generate to know what options, a model takes.
     """
-    return [Edit(module, "_whet_forward", module.forward), Edit(module, "forward", types.MethodType(forward, module))]
+    code, own = cast(types.FunctionType, forward), inspect.signature(module.forward)
+    made = types.FunctionType(code.__code__, code.__globals__, code.__name__, code.__defaults__, code.__closure__)
+    made.__kwdefaults__, made.__module__ = code.__kwdefaults__, code.__module__
+    self = inspect.Parameter("self", inspect.Parameter.POSITIONAL_ONLY)
+    made.__signature__ = own.replace(parameters=[self, *own.parameters.values()])  # type: ignore[attr-defined]
+    return [Edit(module, "_whet_forward", module.forward), Edit(module, "forward", types.MethodType(made, module))]
 
 
 ABSENT = object()

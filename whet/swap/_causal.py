@@ -1,6 +1,6 @@
 """The mask function of whet's attention interface: a causal mask that is known to be one is not built."""
 
-from typing import Any
+from typing import Any, cast
 
 
 class Known:
@@ -21,8 +21,8 @@ def parts_of(mask_function: Any) -> list[str]:
 
 def is_causal_alone(parts: list[str], length: int, window: int | None) -> bool:
     """Whether masks joined are the causal one where nothing is packed, and a window is no shorter than the sequence."""
-    free = {"packed_sequence_mask_function"} | ({"sliding_window_overlay"} if window is not None and window >= length else set())
-    return "causal_mask_function" in parts and set(parts) - free == {"causal_mask_function"}
+    free = ["packed_sequence_mask_function", *(["sliding_window_overlay"] if window is not None and window >= length else [])]
+    return {part for part in parts if part not in free} == {"causal_mask_function"}
 
 
 def mask(*args, **options):
@@ -31,8 +31,10 @@ def mask(*args, **options):
 
     length = options.get("q_length")
     whole = not args and options.get("attention_mask") is None and not options.get("q_offset") and not options.get("use_vmap")
-    if Known.causal and whole and isinstance(length, int) and length == options.get("kv_length"):
-        if is_causal_alone(parts_of(options.get("mask_function")), length, options.get("local_size")):
-            Known.spared += 1
-            return None
-    return sdpa_mask(*args, **options)
+    square = isinstance(length, int) and length == options.get("kv_length")
+    if not (Known.causal and whole and square):
+        return sdpa_mask(*args, **options)
+    if not is_causal_alone(parts_of(options.get("mask_function")), cast(int, length), options.get("local_size")):
+        return sdpa_mask(*args, **options)
+    Known.spared += 1
+    return None

@@ -15,8 +15,9 @@ from whet.lock import Lock
 from whet.measure import now, race
 from whet.op import discover
 from whet.race import Timing
-from whet.swap import Edit, Left, Met, Site
-from whet.swap._proof import cast, edited, floating, prove, upstream
+from whet.swap import Edit, Journal, Left, Met, Site
+from whet.swap._given import kind_of, refuse_model, undisturbed, usable
+from whet.swap._proof import cast, floating, prove, upstream
 from whet.swap._replace import Replaced, as_call, cut, met_in, quiet, recognise, uncached
 from whet.tune import tune
 from whet.workload import Workload
@@ -149,9 +150,7 @@ def refuse(model: Any, mode: str | None, keep_logits: bool | None = None) -> Non
         raise ValueError(f"optimize: mode must be one of {MODES} or None, got {mode!r}")
     if keep_logits not in (None, True, False):
         raise ValueError(f"optimize: keep_logits must be True, False or None, got {keep_logits!r}")
-    meta = [n for n, p in model.named_parameters() if p.is_meta]
-    if meta:
-        raise ValueError(f"optimize: parameter {meta[0]} is on the meta device ({len(meta)} such); load the weights first")
+    refuse_model(model)
 
 
 @contextlib.contextmanager
@@ -160,8 +159,8 @@ def begun(
 ) -> Iterator[tuple[Optimized, Workload, Met]]:
     """An empty report and the workload that it is about, of a model that is not optimised, or not any more."""
     refuse(model, mode, keep_logits)
+    call, started = usable(as_call(batch)), now()
     restore(model)
-    call, started = as_call(batch), now()
     report = Optimized(model, Replaced(model))
     with prepared(model, mode, call, loss) as work:
         report.mode = "train" if work.kind == "train" else "infer"
@@ -176,12 +175,10 @@ def prepared(model: nn.Module, mode: str | None, call: Met, loss: Callable | Non
     grads = [(p, p.grad) for p in model.parameters()]
     work = Workload(model, call.args, call.kwargs, "train", loss_with=loss)
     try:
-        with quiet(model):
-            if mode == "infer":
-                work.kind = "infer"
-            else:
+        with undisturbed(model), quiet(model):
+            if mode != "infer":
                 model.train()
-                work.kind = "train" if mode == "train" or work.loss(work.forward()) is not None else "infer"
+            work.kind = kind_of(work, mode)
             if work.kind != "train":
                 for module, flag in training:
                     module.training = flag
@@ -198,6 +195,7 @@ def _optimize(
 ) -> None:
     model = report.model
     progress("looking for what can be replaced", 0, 1)
+    keep_logits = keep_logits if work.kind == "train" else True
     report.replaced = found = recognise(model, call, Choices(), keep_logits=keep_logits)
     if not found.sites:
         report.note = "nothing was replaced"
@@ -260,10 +258,15 @@ def stepper(module: nn.Module, call: Met, train: bool) -> Callable:
 
 
 def toggled(site: Site, ops: Choices, run: Callable) -> Callable:
-    """The run with the site's edits in place."""
+    """The run with the site's edits in place, made once: making them is no part of what is timed."""
+    edits, journal = site.edits(site.module, ops), Journal()
+
     def both():
-        with edited(site.module, site, ops):
+        try:
+            journal.make(edits)
             return run()
+        finally:
+            journal.undo()
 
     return both
 

@@ -2,7 +2,7 @@
 
 import contextlib
 import copy
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 from typing import cast as cast_to
 
@@ -15,6 +15,7 @@ from whet.choices import Choices
 from whet.figures import error_line
 from whet.judge import Verdict, judge
 from whet.swap import Journal, Met, Site
+from whet.swap._packed import is_plain, keep_packed
 
 WIDE = (torch.float32, torch.float16, torch.bfloat16)
 
@@ -52,10 +53,17 @@ def close(got: Any, want: torch.Tensor, share: float) -> bool:
     )
 
 
-def copied(module: nn.Module, dtype: torch.dtype) -> nn.Module:
-    """A copy in another dtype, with its own config, modes as they are."""
-    twin = copy.deepcopy(module)
-    return twin.to(dtype) if any(p.is_floating_point() for p in (*twin.parameters(), *twin.buffers())) else twin
+def copied(module: nn.Module, dtype: torch.dtype, own: torch.dtype | None = None) -> nn.Module:
+    """A copy in another dtype, with its own config, modes as they are. Packed weights stay, their linears compute in `own`."""
+    twin = copy.deepcopy(module)._apply(lambda t: t.to(dtype) if is_plain(t) else t)
+    if own is not None and own != dtype:
+        keep_packed(twin, own)
+    return twin
+
+
+def own_dtype(given: Iterable[torch.Tensor]) -> torch.dtype:
+    """What a module computes in: the dtype of the first of its tensors that is not packed."""
+    return next((t.dtype for t in given if is_plain(t)), torch.float32)
 
 
 def cast(value: Any, dtype: torch.dtype) -> Any:
@@ -118,11 +126,22 @@ def edited(module: nn.Module, site: Site, ops: Choices) -> Iterator[None]:
         journal.undo()
 
 
+def outputs_left(site: Site, call: Met) -> tuple[str, ...]:
+    """Which outputs are still there when the site is replaced."""
+    own = own_dtype(site.module.parameters())
+    twin = copied(site.module, own)
+    with random_kept(), edited(twin, site, Choices()):
+        return tuple(floating(twin(*cast(call.args, own), **cast(call.kwargs, own))))
+
+
 class NotedChoices:
     """Choices that note whether any op was asked."""
 
     def __init__(self, ops: Choices):
         self.ops, self.any = ops, False
+
+    def measured(self, name: str, *args, **options) -> bool:
+        return True  # a proof is of the replacement, at sizes that need not be those of real use
 
     def __getattr__(self, name: str) -> Callable:
         op = getattr(self.ops, name)
@@ -148,14 +167,15 @@ def prove_forms(site: Site, call: Met, ops: Choices) -> dict[str, Verdict]:
 def prove(site: Site, call: Met, ops: Choices) -> Verdict:
     """The worst verdict over the model's own dtype and float32, of the site's own form."""
     given = (*site.module.parameters(), *floating((call.args, call.kwargs)).values())
-    own = next((t.dtype for t in given if t.is_floating_point()), torch.float32)
-    truth_of = copied(site.module, torch.float64)
+    own = own_dtype(given)
+    truth_of = copied(site.module, torch.float64, own)
     worst = Verdict(True, 0.0, float("inf"))
     for dtype in dict.fromkeys((own, torch.float32)):
-        twin = copied(site.module, dtype)
+        twin = copied(site.module, dtype, own)
         rounded = Met(cast(call.args, dtype), cast(call.kwargs, dtype))  # what float64 starts from, too
         for mine, theirs in zip(truth_of.parameters(), twin.parameters()):
-            mine.data.copy_(theirs.data)
+            if is_plain(mine):
+                mine.data.copy_(theirs.data)
         asked = NotedChoices(ops)
         with edited(twin, site, cast_to(Choices, asked)):
             ours = ran(twin, rounded, dtype, site.compares)

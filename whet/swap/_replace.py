@@ -1,7 +1,7 @@
 """Every recogniser over one live model: what each finds is proved, then replaced; what fails is left, with the reason."""
 
 import contextlib
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -26,12 +26,18 @@ class Replaced:
     sites: list[tuple[Site, Verdict]] = field(default_factory=list)
     left: list[Left] = field(default_factory=list)
     journal: Journal = field(default_factory=Journal)
+    last: tuple[Choices, list[Site], list[Edit]] | None = None  # made once for a race, whose every round asks anew
 
     def ask(self, ops: Choices, sites: list[tuple[Site, Verdict]] | None = None) -> None:
         """From now on the replaced parts ask these choices. sites: other forms of them, for a while."""
         self.journal.undo()
-        for site, _ in self.sites if sites is None else sites:
+        asked = [site for site, _ in (self.sites if sites is None else sites)]
+        if self.last is not None and self.last[0] is ops and self.last[1] == asked:
+            self.journal.make(self.last[2])
+            return
+        for site in asked:
             self.journal.make(site.edits(site.module, ops))
+        self.last = ops, asked, [edit for edit, _ in self.journal.made]
 
     def restore(self) -> None:
         self.journal.undo()
@@ -70,15 +76,25 @@ def kept(value: Any) -> Any:
 def met_in(model: nn.Module, call: Met, only: set[str] | None = None) -> dict[str, Met]:
     """What every module, or only those at these paths, is called with, first, in a forward of this batch."""
     found: dict[str, Met] = {"": call}
-    with contextlib.ExitStack() as stack, quiet(model), uncached(model):
-        for path, module in model.named_modules():
-            if path and (only is None or path in only):
-                def before(module, args, kwargs, path=path):
-                    found.setdefault(path, Met(kept(args), kept(kwargs)))
-
-                stack.callback(module.register_forward_pre_hook(before, with_kwargs=True).remove)
-        model(*kept(call.args), **kept(call.kwargs))
+    journal = Journal()
+    with quiet(model), uncached(model):
+        try:
+            for path, module in model.named_modules():
+                if path and (only is None or path in only) and not isinstance(module, torch.jit.ScriptModule):
+                    journal.make([Edit(module, "forward", noting(module.forward, path, found))])
+            model(*kept(call.args), **kept(call.kwargs))
+        finally:
+            journal.undo()
     return found
+
+
+def noting(forward: Callable, path: str, found: dict[str, Met]) -> Callable:
+    """A forward that notes its first call; not a hook, since a wrapper such as a PEFT model calls .forward itself."""
+    def noted(*args, **kwargs):
+        found.setdefault(path, Met(kept(args), kept(kwargs)))
+        return forward(*args, **kwargs)
+
+    return noted
 
 
 @contextlib.contextmanager
@@ -104,7 +120,8 @@ def quiet(model: nn.Module) -> Iterator[None]:
         finally:
             with torch.no_grad():
                 for b, before in buffers:
-                    b.copy_(before)
+                    if not torch.equal(b, before):  # a graph that is alive may have saved it as it is
+                        b.copy_(before)
 
 
 def recognise(

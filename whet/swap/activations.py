@@ -7,6 +7,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from whet.swap import Left, Met, Site, new_forward
+from whet.swap._packed import is_packed
 from whet.swap._proof import close, in_float64, plainly_called
 
 CLOSE = 1e-9  # erf and tanh lie 5e-4 apart
@@ -25,7 +26,7 @@ def approximate_of(module: nn.Module, x: torch.Tensor) -> str | None:
 
 def find(model: nn.Module, met: dict[str, Met]) -> Iterator[Site | Left]:
     for path, module in model.named_modules():
-        bare = not any(True for _ in module.parameters()) and not any(module.children())
+        bare = not any(True for _ in module.parameters()) and not any(module.children()) and not is_packed(module)
         if path not in met or not bare or not plainly_called(met[path]) or not met[path].args[0].is_floating_point():
             continue
         approximate = approximate_of(module, met[path].args[0])

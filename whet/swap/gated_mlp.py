@@ -15,6 +15,7 @@ from torch import nn
 
 from whet.alignment import SMALL, pads
 from whet.swap import Edit, Edits, Left, Met, Site, new_forward
+from whet.swap._packed import is_plain
 from whet.swap._padded import Pads, fewest_rows, multiply, multiply_both, odd, only_weights, product_dtype, rows_of, sizes
 from whet.swap._proof import Float64Everywhere, close, copied, plainly_called, random_kept
 
@@ -83,10 +84,10 @@ def form_of(module: nn.Module, x: torch.Tensor) -> GatedForm | None:
 
     Asked of a copy whose weights are moved at random: a down that starts at zero would make every formula right.
     """
-    twin = copied(module, torch.float64).eval()
+    twin = copied(module, torch.float64, x.dtype).eval()
     with torch.no_grad(), random_kept(), Float64Everywhere():
         torch.manual_seed(0)
-        for p in (p for p in twin.parameters() if p.is_floating_point() and p.dim()):
+        for p in (p for p in twin.parameters() if is_plain(p) and p.dim()):
             p.add_(torch.randn_like(p) * p.shape[-1] ** -0.5)
         x = x.detach().double()
         errors = {}

@@ -2,18 +2,23 @@
 
 The model's own forward runs as it is. Its head hands the hidden states on, its loss function gets them in the place of
 logits, and computes both. Where anything else touches the logits in between, that shows, and the model is left alone.
+The model may be inside another one, such as PEFT's; then that is what is proved and timed.
 """
 
+import functools
 import types
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import nn
 
+from whet.figures import error_line
 from whet.swap import Edit, Left, Met, Site, new_forward
+from whet.swap._packed import is_plain
+from whet.swap._proof import outputs_left
 
 
 @dataclass
@@ -30,13 +35,29 @@ def head_of(model: nn.Module) -> Any:
     return get() if callable(get) else None
 
 
+def language_model(model: nn.Module, met: dict[str, Met]) -> str | None:
+    """Path of the one module that is called with labels and has a loss function of Transformers': the model, or inside it."""
+    paths = [
+        path for path, m in model.named_modules()
+        if path in met and met[path].kwargs.get("labels") is not None and hasattr(type(m), "loss_function")
+    ]
+    return paths[0] if len(paths) == 1 else None
+
+
 def refusal(model: nn.Module, head: Any) -> str | None:
     name = getattr(getattr(model, "loss_function", None), "__name__", "")
     if name != "ForCausalLMLoss":
         return f"its loss is {name or 'its own'}, not Transformers' ForCausalLMLoss"
     if type(head) is not nn.Linear:
         return f"its head is a {type(head).__name__}, not a plain linear layer"
+    if not plain(head):
+        return f"its head's weight is a {type(head.weight).__name__} of {head.weight.dtype}, not a plain parameter"
     return None
+
+
+def plain(head: Any) -> bool:
+    """Whether its weight is there to be read: no adapter around, not packed, not sharded (FSDP lends it to its own call)."""
+    return type(head) is nn.Linear and is_plain(head.weight)
 
 
 def head_forward(self, hidden):
@@ -47,7 +68,8 @@ def head_forward(self, hidden):
 
 
 def forward(self, *args, **kwargs):
-    if not self.training or kwargs.get("labels") is None or kwargs.get("return_dict") is False:
+    asked = self.training and kwargs.get("labels") is not None and kwargs.get("return_dict") is not False
+    if not asked or not plain(head_of(self)):
         return self._whet_forward(*args, **kwargs)
     passed = self._whet_passed
     passed.on, passed.used = True, False
@@ -58,10 +80,9 @@ def forward(self, *args, **kwargs):
             raise
     finally:
         passed.on, passed.hidden = False, None
-    if not passed.used:
+    if not passed.used or not isinstance(out, Mapping):
         return self._whet_forward(*args, **kwargs)
-    out.logits = None
-    return out
+    return type(out)(**{k: v for k, v in out.items() if k != "logits"})  # out["logits"] has hidden states, whatever .logits is
 
 
 def edits(model: nn.Module, ops) -> list[Edit]:
@@ -85,22 +106,43 @@ def edits(model: nn.Module, ops) -> list[Edit]:
     ]
 
 
-def served(model: Any) -> bool:
-    return model._whet_passed.used
+def inside(path: str, model: nn.Module, ops) -> list[Edit]:
+    return edits(model.get_submodule(path), ops)
+
+
+def served(path: str, model: nn.Module) -> bool:
+    module: Any = model.get_submodule(path)
+    return module._whet_passed.used
 
 
 def find(model: nn.Module, met: dict[str, Met]) -> Iterator[Site | Left]:
-    head = head_of(model)
-    if head is None or "" not in met or met[""].kwargs.get("labels") is None:
+    path = language_model(model, met)
+    if path is None:
+        if head_of(model) is not None and met.get("", Met((), {})).kwargs.get("labels") is not None:
+            yield Left("", refusal(model, head_of(model)) or "which of its modules computes the loss is not clear")
         return
-    if why := refusal(model, head):
-        yield Left("", why)
+    inner = model.get_submodule(path)
+    head = head_of(inner)
+    if head is None:
         return
-    if not model.training:
-        yield Left("", "it is in eval mode, where logits are wanted beside the loss")
+    if why := refusal(inner, head):
+        yield Left(path, why)
+        return
+    if not inner.training:
+        yield Left(path, "it is in eval mode, where logits are wanted beside the loss")
         return
     words = f"head of {head.weight.shape[0]:,} words{'' if head.bias is None else ', with a bias,'} and its loss"
-    yield Site(
-        "", model, edits, words, compares=("['loss']",), serves=served, drops="unless kept",
+    site = Site(
+        "", model, functools.partial(inside, path), words, compares=("['loss']",), serves=functools.partial(served, path),
+        drops="unless kept",
         unasked="its forward computes the loss itself, or changes the logits, and never asks its loss_function",
     )
+    if not path:
+        yield site
+        return
+    try:
+        compares = outputs_left(site, met[""])
+    except Exception as e:
+        yield Left(path, f"{words}: what is around it fails without its logits: {error_line(e)}")
+        return
+    yield replace(site, compares=compares, drops="unless kept" if compares == ("['loss']",) else "asked")

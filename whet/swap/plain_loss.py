@@ -14,10 +14,10 @@ import torch.nn.functional as F
 from torch import nn
 from torch.utils._pytree import tree_map
 
-from whet.choices import Choices
 from whet.swap import Edit, Left, Met, Site, new_forward
 from whet.swap._globals import plain_function, stand_ins, with_globals
-from whet.swap._proof import cast, copied, edited, floating, random_kept
+from whet.swap._packed import is_plain
+from whet.swap._proof import outputs_left
 
 NAME = "cross_entropy"
 
@@ -94,7 +94,8 @@ def cross_entropy_of(ops, state: HandedOn) -> Callable:
 
 
 def head_forward(self, hidden):
-    return Handed(hidden, self.weight) if self._whet_handed.on else self._whet_forward(hidden)
+    on = self._whet_handed.on and type(self) is nn.Linear  # a unit of FSDP's has its weight during this call alone
+    return Handed(hidden, self.weight) if on else self._whet_forward(hidden)
 
 
 def forward(self, *args, **kwargs):
@@ -140,14 +141,6 @@ def served(module: Any) -> bool:
     return module._whet_handed.used
 
 
-def outputs_left(site: Site, call: Met) -> tuple[str, ...]:
-    """Which outputs are still there when the site is replaced."""
-    own = next((p.dtype for p in site.module.parameters() if p.is_floating_point()), torch.float32)
-    twin = copied(site.module, own)
-    with random_kept(), edited(twin, site, Choices()):
-        return tuple(floating(twin(*cast(call.args, own), **cast(call.kwargs, own))))
-
-
 def find(model: nn.Module, met: dict[str, Met]) -> Iterator[Site | Left]:
     for path, module in model.named_modules():
         function = own_forward(module)
@@ -158,7 +151,7 @@ def find(model: nn.Module, met: dict[str, Met]) -> Iterator[Site | Left]:
             yield Left(path, f"it calls cross_entropy and names {len(heads)} linear layers: which is its head is not clear")
             continue
         linear = module.get_submodule(heads[0])
-        if type(linear) is not nn.Linear or linear.bias is not None:
+        if type(linear) is not nn.Linear or linear.bias is not None or not is_plain(linear.weight):
             yield Left(path, f"its head {heads[0]} is not a plain linear layer without a bias")
             continue
         if not module.training:
