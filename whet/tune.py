@@ -332,6 +332,13 @@ def save_decoder(lock: Lock, key: str, verdict: dict) -> None:
     lock.save()
 
 
+def save_swaps(lock: Lock, made: dict[str, dict]) -> None:
+    """What optimize() decided of groups of like modules and of whole models, by their keys in the lock."""
+    if _leader():
+        lock.swaps.update(made)
+        lock.save()
+
+
 def _distributed() -> bool:
     return torch.distributed.is_available() and torch.distributed.is_initialized()
 

@@ -40,9 +40,10 @@ def note(m: dict, g: dict) -> str:
     if m.get("dry_run"):
         return "can be replaced"
     done, why = bool(g.get("replaced")), g.get("why") or ""
+    by = f" (the lock's, {g['decided']})" if g.get("decided") else ""
     if why == FASTEST:
         why = "" if done or (g.get("speedup") or 0.0) > 1 else "it is faster as it was"
-    return f"{'replaced' if done else 'left'}{': ' if why else ''}{why}"
+    return f"{'replaced' if done else 'left'}{': ' if why else ''}{why}{by}"
 
 
 def left_table(m: dict) -> Table:
@@ -60,13 +61,20 @@ def whole(m: dict) -> str:
     before, after = number(m.get("before_ms")), number(m.get("after_ms"))
     if not before or not after:
         return ""
-    step = STEPS.get(m.get("kind") or "", "step")
-    return f"{step}: {ms(before)} ms before, {ms(after)} ms after, {before / after:.2f}x"
+    step, batches = STEPS.get(m.get("kind") or "", "step"), m.get("batches") or []
+    if len(batches) < 2:
+        return f"{step}: {change(before, after)}"
+    return "; ".join(f"{step} at {b['batch']}: {change(b['before_ms'], b['after_ms'])}" for b in batches)
+
+
+def change(before: float, after: float) -> str:
+    return f"{ms(before)} ms before, {ms(after)} ms after, {before / after:.2f}x"
 
 
 def parts(m: dict) -> Iterator[Table | str]:
     """All of it, in the order in which it is shown; what is empty is left out."""
-    yield from (part for part in (groups_table(m), left_table(m), whole(m), m.get("note") or "") if part)
+    lines = m.get("lock_lines") or []
+    yield from (part for part in (groups_table(m), left_table(m), whole(m), m.get("note") or "", *lines) if part)
 
 
 def show(console: Console, m: dict) -> None:

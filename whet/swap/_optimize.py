@@ -2,7 +2,7 @@
 
 import contextlib
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -15,12 +15,13 @@ from whet.lock import Lock
 from whet.measure import now, race
 from whet.op import discover
 from whet.swap import Edit, Left, Met, Site
+from whet.swap._begin import prepared, refuse
+from whet.swap._kept import Decisions, facts_of
 from whet.swap._proof import cast, edited, floating, prove, upstream
-from whet.swap._replace import Replaced, as_call, cut, met_in, quiet, recognise, uncached
+from whet.swap._replace import Replaced, as_calls, cut, met_in, quiet, recognise, size_of, uncached
 from whet.tune import tune
 from whet.workload import Workload
 
-MODES = ("train", "infer")
 BEFORE, AFTER = "before", "after"
 Progress = Callable[[str, int, int], None]
 
@@ -37,6 +38,7 @@ class SiteGroup:
     why: str = ""
     replaced: bool = True
     impls: dict[str, str] = field(default_factory=dict)  # {op: the candidate that serves it}
+    decided: str = ""  # the day of the lock's decision; empty: it was timed now
 
     @property
     def share(self) -> float:
@@ -48,6 +50,7 @@ class SiteGroup:
             "kind": self.kind, "what": self.words, "modules": len(self.sites), "paths": [s.path for s, _ in self.sites],
             "impls": self.impls, "share": self.share, "before_ms": self.before_ms, "after_ms": self.after_ms,
             "speedup": ratio(self.before_ms, self.after_ms), "why": self.why,
+            "decided": self.decided,
         }
 
 
@@ -65,6 +68,8 @@ class Optimized:
     after_ms: float | None = None
     note: str = ""
     seconds: float = 0.0
+    batches: list[dict] = field(default_factory=list)  # the whole before and after at each batch, the largest first
+    lock_lines: list[str] = field(default_factory=list)  # what came from the lock, and what in it was ignored
     dry: bool = False  # parts were found and proved, none replaced and none timed
 
     @property
@@ -92,6 +97,7 @@ class Optimized:
                 if (x.kind, x.path) not in grouped_paths
             ],
             "entries": list(self.entries.values()), "note": self.note, "seconds": self.seconds,
+            "batches": self.batches, "lock_lines": self.lock_lines,
         }
 
 
@@ -105,17 +111,18 @@ def optimize(
 ) -> nn.Module:
     """Replace parts of this model, in place, by kernels that are proved to compute the same and measured faster here.
 
-    batch    what the model's forward takes: a dict, a tuple or a tensor, as large as in real use
+    batch    what the model's forward takes: a dict, a tuple or a tensor, as large as in real use; or a list of dicts or of
+             tuples, several batches: parts are replaced where the whole is slower at none of them
     mode     "train" or "infer"; None: "train" where the forward gives a loss
     loss     loss(output) -> scalar, where the model returns none
-    lock     where choices are kept between processes; ./whet.lock where None
+    lock     where choices and decisions are kept between processes; ./whet.lock where None
     keep_logits  False: in training the head and the loss may be one, and the model returns None for its logits. True: never.
              None: so for a Hugging Face model that is given labels, not for one that calls cross_entropy itself
     Returns the model; print(model.whet) shows what was done, whet.restore(model) takes it back.
     """
-    with begun(model, batch, mode, loss, keep_logits) as (report, work, call):
+    with begun(model, batch, mode, loss, keep_logits) as (report, works, calls):
         try:
-            _optimize(report, work, call, lock or Lock.read(), seconds, progress, keep_logits)
+            _optimize(report, works, calls, lock or Lock.read(), seconds, progress, keep_logits)
         except BaseException:
             report.replaced.restore()
             raise
@@ -131,85 +138,91 @@ def restore(model: nn.Module) -> nn.Module:
     return model
 
 
-def refuse(model: Any, mode: str | None, keep_logits: bool | None = None) -> None:
-    if not isinstance(model, nn.Module):
-        raise ValueError(f"optimize: model must be a torch.nn.Module, got {type(model).__name__}")
-    if mode not in (None, *MODES):
-        raise ValueError(f"optimize: mode must be one of {MODES} or None, got {mode!r}")
-    if keep_logits not in (None, True, False):
-        raise ValueError(f"optimize: keep_logits must be True, False or None, got {keep_logits!r}")
-    meta = [n for n, p in model.named_parameters() if p.is_meta]
-    if meta:
-        raise ValueError(f"optimize: parameter {meta[0]} is on the meta device ({len(meta)} such); load the weights first")
-
-
 @contextlib.contextmanager
 def begun(
     model: nn.Module, batch: Any, mode: str | None, loss: Callable | None, keep_logits: bool | None = None
-) -> Iterator[tuple[Optimized, Workload, Met]]:
-    """An empty report and the workload that it is about, of a model that is not optimised, or not any more."""
+) -> Iterator[tuple[Optimized, list[Workload], list[Met]]]:
+    """An empty report and the workloads that it is about, of a model that is not optimised, or not any more."""
     refuse(model, mode, keep_logits)
     restore(model)
-    call, started = as_call(batch), now()
+    calls, started = as_calls(batch), now()
     report = Optimized(model, Replaced(model))
-    with prepared(model, mode, call, loss) as work:
+    with prepared(model, mode, calls[0], loss) as work:
         report.mode = "train" if work.kind == "train" else "infer"
-        yield report, work, call
+        yield report, [work, *(replace(work, args=c.args, kwargs=c.kwargs) for c in calls[1:])], calls
     report.seconds = round(now() - started, 1)
 
 
-@contextlib.contextmanager
-def prepared(model: nn.Module, mode: str | None, call: Met, loss: Callable | None) -> Iterator[Workload]:
-    """The workload, with modes, gradients, buffers and random numbers of the model afterwards as they were."""
-    training = [(m, m.training) for m in model.modules()]
-    grads = [(p, p.grad) for p in model.parameters()]
-    work = Workload(model, call.args, call.kwargs, "train", loss_with=loss)
-    try:
-        with quiet(model):
-            if mode == "infer":
-                work.kind = "infer"
-            else:
-                model.train()
-                work.kind = "train" if mode == "train" or work.loss(work.forward()) is not None else "infer"
-            if work.kind != "train":
-                for module, flag in training:
-                    module.training = flag
-            yield work
-    finally:
-        for module, flag in training:
-            module.training = flag
-        for p, grad in grads:
-            p.grad = grad
-
-
 def _optimize(
-    report: Optimized, work: Workload, call: Met, lock: Lock, seconds: float, progress: Progress, keep_logits: bool | None
+    report: Optimized, works: list[Workload], calls: list[Met], lock: Lock, seconds: float, progress: Progress,
+    keep_logits: bool | None,
 ) -> None:
-    model = report.model
+    decided = Decisions(lock, report.model, calls, works[0].kind, (keep_logits,))
+    while not _attempt(report, works, calls, seconds, progress, keep_logits, decided):
+        report.groups, report.note = [], ""
+    report.lock_lines = decided.lines()
+
+
+def _attempt(
+    report: Optimized, works: list[Workload], calls: list[Met], seconds: float, progress: Progress, keep_logits: bool | None,
+    decided: Decisions,
+) -> bool:
+    """Whether it is done; not where a decision of the lock turned out not to hold, which then no longer counts."""
+    try:
+        return _decide(report, works, calls, seconds, progress, keep_logits, decided)
+    except Exception as e:
+        report.replaced.restore()
+        if not decided.held:
+            raise
+        decided.ignore_all(error_line(e))
+        return False
+
+
+def _decide(
+    report: Optimized, works: list[Workload], calls: list[Met], seconds: float, progress: Progress, keep_logits: bool | None,
+    decided: Decisions,
+) -> bool:
+    model, train = report.model, works[0].kind == "train"
     progress("looking for what can be replaced", 0, 1)
-    report.replaced = found = recognise(model, call, Choices(), keep_logits=keep_logits)
+    report.replaced = found = recognise(model, calls[0], Choices(), keep_logits=keep_logits, known=decided.verdicts)
     if not found.sites:
         report.note = "nothing was replaced"
-        return
+        return True
     recorder = Recorder()
     found.ask(recorder)
-    with torch.set_grad_enabled(work.kind == "train"), uncached(model):
-        work.forward()
+    with torch.set_grad_enabled(train), uncached(model):
+        for work in works:
+            work.forward()
     found.restore()
-    tuned = tune(list(recorder.calls.values()), lock, ("eager",), progress, seconds)
+    tuned = tune(list(recorder.calls.values()), decided.lock, ("eager",), progress, seconds)
     report.choices, report.entries = tuned.choices["eager"], tuned.entries
+    if decided.disagree([call for call, _ in recorder.calls.values()], report.choices):
+        return False
     report.groups = grouped(found.sites)
     with uncached(model):
-        heads = {g.sites[0][0].path for g in report.groups}
-        met = met_in(model, call, heads)
-        for i, group in enumerate(report.groups):
-            progress(f"timing {group.words}", i, len(report.groups))
-            _time_group(group, work, met, report.choices, seconds)
+        _groups(report, works[0], calls[0], seconds, progress, decided)
         kept = [g for g in report.groups if g.replaced]
         found.left += [Left(s.path, f"{g.words}: {g.why}", g.kind) for g in report.groups if not g.replaced for s, _ in g.sites]
         found.sites = [s for g in kept for s in g.sites]
         if found.sites:
-            _whole(report, work, call, seconds)
+            return _whole(report, works, calls, seconds, decided)
+    decided.save(report, None, "")
+    return True
+
+
+def _groups(
+    report: Optimized, work: Workload, call: Met, seconds: float, progress: Progress, decided: Decisions
+) -> None:
+    """Each group by the lock's decision, or timed at the largest batch."""
+    fresh = [g for g in report.groups if decided.of(g) is None]
+    met = met_in(report.model, call, {g.sites[0][0].path for g in fresh}) if fresh else {}
+    for i, group in enumerate(report.groups):
+        if entry := decided.of(group):
+            group.before_ms, group.after_ms, group.why = entry["before_ms"], entry["after_ms"], entry["why"]
+            group.replaced, group.impls, group.decided = entry["replaced"], dict(entry.get("impls", {})), entry["date"]
+        else:
+            progress(f"timing {group.words}", i, len(report.groups))
+            _time_group(group, work, met, report.choices, seconds)
 
 
 def grouped(sites: list[tuple[Site, Verdict]]) -> list[SiteGroup]:
@@ -274,27 +287,48 @@ def _time_group(group: SiteGroup, work: Workload, met: dict[str, Met], ops: Choi
         group.why = f"{raced.outcome.why}{', and takes less memory' if group.replaced else ''}"
 
 
-def _whole(report: Optimized, work: Workload, call: Met, seconds: float) -> None:
-    """All replacements together: proved once more, then timed against the model as it was."""
-    found = report.replaced
-    verdict = prove(together(found, cut(call), work.kind == "train"), cut(call), report.choices)
-    if not verdict.ok:
+def _whole(report: Optimized, works: list[Workload], calls: list[Met], seconds: float, decided: Decisions) -> bool:
+    """All replacements together: proved once more, then timed against the model as it was, at every batch."""
+    found, kept = report.replaced, [g for g in report.groups if g.replaced]
+    for small in {facts_of(c): c for c in map(cut, calls)}.values():
+        verdict = prove(together(found, small, works[0].kind == "train"), small, report.choices)
+        if not verdict.ok and decided.held:
+            decided.ignore_all(f"together they are wrong: {verdict.why}")
+            return False
+        if not verdict.ok:
+            found.restore()
+            found.left += [Left(s.path, f"together they are wrong: {verdict.why}", s.kind) for s, _ in found.sites]
+            found.sites, report.note = [], f"nothing was replaced: together the replacements are wrong: {verdict.why}"
+            return True
+    known, key = decided.whole(kept), decided.whole_key(kept)
+    report.batches = known["batches"] if known else [_race_whole(report, w, c, seconds) for w, c in zip(works, calls)]
+    report.before_ms, report.after_ms = (report.batches[0][name] for name in ("before_ms", "after_ms"))
+    slower = [b for b in report.batches if b["slower"]]
+    if slower:
         found.restore()
-        found.left += [Left(s.path, f"together they are wrong: {verdict.why}", s.kind) for s, _ in found.sites]
-        found.sites, report.note = [], f"nothing was replaced: together the replacements are wrong: {verdict.why}"
-        return
+        at = f" at {slower[0]['batch']}" if len(calls) > 1 else ""
+        found.sites, report.note = [], f"nothing was replaced: all together it is not faster{at}"
+    else:
+        found.ask(report.choices)
+    whole = {"what": f"model: {type(report.model).__name__}", "replaced": not slower, "before_ms": report.before_ms,
+             "after_ms": report.after_ms, "why": report.note, "batches": report.batches}
+    decided.save(report, None if known else whole, key)
+    return True
+
+
+def _race_whole(report: Optimized, work: Workload, call: Met, seconds: float) -> dict:
+    """The whole step before and after, in turns."""
+    found = report.replaced
 
     def step(after: bool):
         found.ask(report.choices) if after else found.restore()
         return work.step()
 
     raced = race({BEFORE: lambda: step(False), AFTER: lambda: step(True)}, keep=BEFORE, seconds=seconds, flush=False)
-    report.before_ms, report.after_ms = raced.timings[BEFORE].ms, raced.timings[AFTER].ms
-    if raced.outcome.chosen == BEFORE and not raced.outcome.tied:
-        found.restore()
-        found.sites, report.note = [], "nothing was replaced: all together it is not faster"
-    else:
-        found.ask(report.choices)
+    return {
+        "batch": size_of(call), "before_ms": raced.timings[BEFORE].ms, "after_ms": raced.timings[AFTER].ms,
+        "slower": raced.outcome.chosen == BEFORE and not raced.outcome.tied,
+    }
 
 
 def together(found: Replaced, call: Met, train: bool = True) -> Site:

@@ -12,8 +12,8 @@ from whet.swap._replace import recognise
 
 def preview(model: nn.Module, batch: Any, *, mode: str | None = None, loss: Callable | None = None) -> Optimized:
     """The report that optimize() would begin with. Takes its arguments; the model is afterwards as it was before it."""
-    with begun(model, batch, mode, loss) as (report, _, call):
-        report.dry, report.replaced = True, recognise(model, call, Choices())
+    with begun(model, batch, mode, loss) as (report, _, calls):
+        report.dry, report.replaced = True, recognise(model, calls[0], Choices())
     report.groups = grouped(report.replaced.sites)
     count = len(report.replaced.sites)
     report.note = f"dry run: {count} module{'s' * (count != 1)} can be replaced; nothing was replaced and nothing was timed"
