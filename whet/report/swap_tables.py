@@ -10,6 +10,7 @@ from whet.figures import ms
 from whet.race import FASTEST
 from whet.report.cells import number
 from whet.report.table import Column, Table, columns
+from whet.swap._memory import line as memory_line
 
 WIDTH = 160  # letters, where there is no terminal and COLUMNS says nothing
 STEPS = {"train": "training step", "forward": "forward"}
@@ -62,6 +63,8 @@ def whole(m: dict) -> str:
     if not before or not after:
         return ""
     step, batches = STEPS.get(m.get("kind") or "", "step"), m.get("batches") or []
+    if m.get("optimizer"):
+        step = f"{step} with {m['optimizer']}"
     if len(batches) < 2:
         return f"{step}: {change(before, after)}"
     return "; ".join(f"{step} at {b['batch']}: {change(b['before_ms'], b['after_ms'])}" for b in batches)
@@ -73,7 +76,7 @@ def change(before: float, after: float) -> str:
 
 def parts(m: dict) -> Iterator[Table | str]:
     """All of it, in the order in which it is shown; what is empty is left out."""
-    lines = m.get("lock_lines") or []
+    lines = [*([memory_line(m["memory"])] if m.get("memory") else []), *(m.get("lock_lines") or [])]
     yield from (part for part in (groups_table(m), left_table(m), whole(m), m.get("note") or "", *lines) if part)
 
 

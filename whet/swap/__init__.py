@@ -45,6 +45,7 @@ class Site:
     compares outputs, by their keys, that the proof compares; empty: all of them
     serves   serves(module) -> whether the replacement was what ran, asked after a run; None: it always is
     drops    "": nothing; else the logits are None afterwards: "unless kept", or only where that is "asked" for
+    asks     whether a run of it must ask for an op: what only computes again does not
     unasked  the reason to leave it where a run of it asks for no op at all: it took its own way out
     """
 
@@ -57,6 +58,7 @@ class Site:
     drops: str = ""
     unasked: str = "on this batch it comes to no op that could be replaced"
     kind: str = ""
+    asks: bool = True
 
 
 @dataclass(frozen=True)

@@ -2,13 +2,20 @@
 
 import contextlib
 from collections.abc import Callable, Iterator
-from typing import Any
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
 
+import torch
 from torch import nn
 
 from whet.swap import Met
+from whet.swap._memory import measurable
 from whet.swap._replace import quiet
+from whet.swap._state import as_before
 from whet.workload import Workload
+
+if TYPE_CHECKING:
+    from whet.swap._optimize import Optimized
 
 MODES = ("train", "infer")
 
@@ -47,3 +54,33 @@ def prepared(model: nn.Module, mode: str | None, call: Met, loss: Callable | Non
             module.training = flag
         for p, grad in grads:
             p.grad = grad
+
+
+def refuse_step_options(work: Workload, optimizer: Any, limit: int | None) -> None:
+    """ValueError where an option of a training step is given and does not fit this one."""
+    given = {"optimizer": optimizer is not None, "max_memory": limit is not None}
+    if work.kind != "train" and any(given.values()):
+        name = next(k for k, there in given.items() if there)
+        raise ValueError(f"optimize: {name} is for a training step, and this is a forward pass; give mode='train' or a loss")
+    if limit is not None and not measurable(work.device):
+        raise ValueError(f"optimize: max_memory needs a GPU: of a {work.device} the peak memory of a step is not known")
+    if optimizer is None:
+        return
+    if not isinstance(optimizer, torch.optim.Optimizer):
+        raise ValueError(f"optimize: optimizer must be a torch.optim.Optimizer, got {type(optimizer).__name__}")
+    mine = set(map(id, work.model.parameters()))
+    if not any(id(p) in mine for group in optimizer.param_groups for p in group["params"]):
+        raise ValueError("optimize: optimizer steps none of the model's parameters")
+
+
+@contextlib.contextmanager
+def stepped(
+    report: "Optimized", works: list[Workload], optimizer: torch.optim.Optimizer | None
+) -> Iterator[list[Workload]]:
+    """The whole steps to be timed: with the optimizer's, whose effect is afterwards undone."""
+    if optimizer is None:
+        yield works
+        return
+    report.optimizer = type(optimizer).__name__
+    with as_before(report.model, optimizer, "cpu"):
+        yield [replace(work, optimizer=optimizer) for work in works]

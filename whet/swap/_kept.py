@@ -9,9 +9,9 @@ import datetime
 import functools
 import hashlib
 import inspect
-from collections.abc import Iterable
+from collections.abc import Hashable, Iterable
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 from torch import nn
@@ -48,14 +48,14 @@ def recognisers() -> str:
 
 
 @functools.cache
-def source_of(cls: type) -> str:
+def source_of(cls: Hashable) -> str:
     """A hash of what a class computes: the source of its forward, or its code where there is none to read."""
-    forward = cls.forward  # type: ignore[attr-defined]
+    forward = cast(type[nn.Module], cls).forward
     try:
         return digest(inspect.getsource(forward))
     except (OSError, TypeError):
         code = getattr(forward, "__code__", None)
-        return digest(code.co_code, code.co_names, code.co_consts) if code is not None else cls.__qualname__
+        return digest(code.co_code, code.co_names, code.co_consts) if code is not None else str(cls)
 
 
 def facts_of(call: Met) -> tuple:
@@ -76,7 +76,7 @@ def form_of(module: nn.Module) -> str:
     for path, m in module.named_modules():
         tensors = (*m.named_parameters(recurse=False), *m.named_buffers(recurse=False))
         facts.append((
-            path, f"{type(m).__module__}.{type(m).__qualname__}", source_of(type(m)), "forward" in vars(m),
+            path, f"{type(m).__module__}.{type(m).__qualname__}", source_of(cast(Hashable, type(m))), "forward" in vars(m),
             bool(m._forward_hooks or m._forward_pre_hooks or m._backward_hooks),
             [(n, tuple(t.shape), str(t.dtype), t.requires_grad) for n, t in tensors],
             [(k, v) for k, v in sorted(vars(m).items()) if isinstance(v, PLAIN) and k != PLACE],
@@ -149,7 +149,8 @@ class Decisions:
 
         What is to be left as it is needs no proof; a site that is the whole model is proved with all the others.
         """
-        found, self.proved = {}, 0
+        found: dict[int, Verdict] = {}
+        self.proved = 0
         for name, like in self.find(sites).items():
             entry = self.held.get(name)
             if entry is None:

@@ -15,8 +15,9 @@ from whet.lock import Lock
 from whet.measure import now, race
 from whet.op import discover
 from whet.swap import Edit, Left, Met, Site
-from whet.swap._begin import prepared, refuse
+from whet.swap._begin import prepared, refuse, refuse_step_options, stepped
 from whet.swap._kept import Decisions, facts_of
+from whet.swap._memory import bytes_of, fit
 from whet.swap._proof import cast, edited, floating, prove, upstream
 from whet.swap._replace import Replaced, as_calls, cut, met_in, quiet, recognise, size_of, uncached
 from whet.tune import tune
@@ -70,12 +71,15 @@ class Optimized:
     seconds: float = 0.0
     batches: list[dict] = field(default_factory=list)  # the whole before and after at each batch, the largest first
     lock_lines: list[str] = field(default_factory=list)  # what came from the lock, and what in it was ignored
+    memory: dict = field(default_factory=dict)  # where max_memory was given: bytes before and after, blocks checkpointed
+    optimizer: str = ""  # whose step is part of the whole that was timed
     dry: bool = False  # parts were found and proved, none replaced and none timed
 
     @property
     def kept(self) -> list[SiteGroup]:
         """The groups that are replaced now."""
-        return [g for g in self.groups if g.replaced and self.replaced.sites and not self.dry]
+        there = {(s.kind, s.path) for s, _ in self.replaced.sites}
+        return [g for g in self.groups if g.replaced and not self.dry and any((s.kind, s.path) in there for s, _ in g.sites)]
 
     def __repr__(self) -> str:
         return f"Optimized({sum(len(g.sites) for g in self.kept)} modules replaced)"
@@ -97,7 +101,7 @@ class Optimized:
                 if (x.kind, x.path) not in grouped_paths
             ],
             "entries": list(self.entries.values()), "note": self.note, "seconds": self.seconds,
-            "batches": self.batches, "lock_lines": self.lock_lines,
+            "batches": self.batches, "lock_lines": self.lock_lines, "memory": self.memory, "optimizer": self.optimizer,
         }
 
 
@@ -107,7 +111,8 @@ def ratio(before: float | None, after: float | None) -> float | None:
 
 def optimize(
     model: nn.Module, batch: Any, *, mode: str | None = None, loss: Callable | None = None, lock: Lock | None = None,
-    keep_logits: bool | None = None, seconds: float = 0.3, progress: Progress = lambda text, done, total: None,
+    keep_logits: bool | None = None, optimizer: torch.optim.Optimizer | None = None, max_memory: int | str | None = None,
+    seconds: float = 0.3, progress: Progress = lambda text, done, total: None,
 ) -> nn.Module:
     """Replace parts of this model, in place, by kernels that are proved to compute the same and measured faster here.
 
@@ -118,11 +123,18 @@ def optimize(
     lock     where choices and decisions are kept between processes; ./whet.lock where None
     keep_logits  False: in training the head and the loss may be one, and the model returns None for its logits. True: never.
              None: so for a Hugging Face model that is given labels, not for one that calls cross_entropy itself
+    optimizer   its step is part of the whole that is timed; weights and its state are afterwards as they were
+    max_memory  bytes, or "40GiB": where a training step takes more on a GPU, the fewest repeated blocks are checkpointed
     Returns the model; print(model.whet) shows what was done, whet.restore(model) takes it back.
     """
+    limit = None if max_memory is None else bytes_of(max_memory)
     with begun(model, batch, mode, loss, keep_logits) as (report, works, calls):
+        refuse_step_options(works[0], optimizer, limit)
         try:
-            _optimize(report, works, calls, lock or Lock.read(), seconds, progress, keep_logits)
+            with stepped(report, works, optimizer) as whole:
+                _optimize(report, works, whole, calls, lock or Lock.read(), seconds, progress, keep_logits)
+                if limit is not None:
+                    _fit(report, whole[0], calls, limit, seconds)
         except BaseException:
             report.replaced.restore()
             raise
@@ -154,22 +166,22 @@ def begun(
 
 
 def _optimize(
-    report: Optimized, works: list[Workload], calls: list[Met], lock: Lock, seconds: float, progress: Progress,
-    keep_logits: bool | None,
+    report: Optimized, works: list[Workload], whole: list[Workload], calls: list[Met], lock: Lock, seconds: float,
+    progress: Progress, keep_logits: bool | None,
 ) -> None:
-    decided = Decisions(lock, report.model, calls, works[0].kind, (keep_logits,))
-    while not _attempt(report, works, calls, seconds, progress, keep_logits, decided):
+    decided = Decisions(lock, report.model, calls, works[0].kind, (keep_logits, report.optimizer))
+    while not _attempt(report, works, whole, calls, seconds, progress, keep_logits, decided):
         report.groups, report.note = [], ""
     report.lock_lines = decided.lines()
 
 
 def _attempt(
-    report: Optimized, works: list[Workload], calls: list[Met], seconds: float, progress: Progress, keep_logits: bool | None,
-    decided: Decisions,
+    report: Optimized, works: list[Workload], whole: list[Workload], calls: list[Met], seconds: float, progress: Progress,
+    keep_logits: bool | None, decided: Decisions,
 ) -> bool:
     """Whether it is done; not where a decision of the lock turned out not to hold, which then no longer counts."""
     try:
-        return _decide(report, works, calls, seconds, progress, keep_logits, decided)
+        return _decide(report, works, whole, calls, seconds, progress, keep_logits, decided)
     except Exception as e:
         report.replaced.restore()
         if not decided.held:
@@ -179,8 +191,8 @@ def _attempt(
 
 
 def _decide(
-    report: Optimized, works: list[Workload], calls: list[Met], seconds: float, progress: Progress, keep_logits: bool | None,
-    decided: Decisions,
+    report: Optimized, works: list[Workload], whole: list[Workload], calls: list[Met], seconds: float, progress: Progress,
+    keep_logits: bool | None, decided: Decisions,
 ) -> bool:
     model, train = report.model, works[0].kind == "train"
     progress("looking for what can be replaced", 0, 1)
@@ -205,7 +217,7 @@ def _decide(
         found.left += [Left(s.path, f"{g.words}: {g.why}", g.kind) for g in report.groups if not g.replaced for s, _ in g.sites]
         found.sites = [s for g in kept for s in g.sites]
         if found.sites:
-            return _whole(report, works, calls, seconds, decided)
+            return _whole(report, whole, calls, seconds, decided)
     decided.save(report, None, "")
     return True
 
@@ -331,6 +343,18 @@ def _race_whole(report: Optimized, work: Workload, call: Met, seconds: float) ->
     }
 
 
+def _fit(report: Optimized, work: Workload, calls: list[Met], limit: int, seconds: float) -> None:
+    """Blocks are checkpointed until a step stays below the limit."""
+    small = cut(calls[0])
+
+    def proved() -> Verdict:
+        report.replaced.restore()
+        return prove(together(report.replaced, small), small, report.choices)
+
+    with uncached(report.model):
+        fit(report, work.step, calls[0], limit, proved, seconds)
+
+
 def together(found: Replaced, call: Met, train: bool = True) -> Site:
     """Every site at once, as one. In training a loss by that name is what counts; else all outputs that are still there."""
     model = found.model
@@ -338,7 +362,8 @@ def together(found: Replaced, call: Met, train: bool = True) -> Site:
     if train and not compares:
         with quiet(model), uncached(model), torch.no_grad():
             compares = tuple(k for k in floating(model(*call.args, **call.kwargs)) if k == "['loss']")
-    return Site("", model, lambda m, ops: edits_of(found, m, ops), "the whole model", compares=compares)
+    asks = any(s.asks for s, _ in found.sites)
+    return Site("", model, lambda m, ops: edits_of(found, m, ops), "the whole model", compares=compares, asks=asks)
 
 
 def edits_of(found: Replaced, model: nn.Module, ops: Choices) -> list[Edit]:
