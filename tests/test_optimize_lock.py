@@ -217,7 +217,8 @@ def test_several_batches_are_each_timed_and_one_that_is_slower_keeps_the_model_a
 
 def test_calls_of_every_batch_are_tuned(monkeypatch):
     asked = []
-    monkeypatch.setattr(_optimize, "tune", lambda calls, *rest: asked.extend(calls) or Tuned({"eager": Choices()}, {}))
+    made = Tuned({"eager": Choices()}, {})
+    monkeypatch.setattr(_optimize, "tune", lambda calls, *rest, **options: asked.extend(calls) or made)
     model, ids, few = GPT(), torch.randint(0, 96, (4, 24)), torch.randint(0, 96, (2, 8))
     optimize(model, [dict(idx=few, targets=few), dict(idx=ids, targets=ids)], lock=Lock(), seconds=0.001)
     rows = {call.case["M"] for call, _ in asked if call.op == "layer_norm"}

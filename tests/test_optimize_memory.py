@@ -137,6 +137,8 @@ def test_blocks_that_are_checkpointed_already_or_shared_are_left():
 @pytest.mark.parametrize(("options", "why"), [
     ({"max_memory": "1GiB"}, "max_memory needs a GPU: of a cpu the peak memory of a step is not known"),
     ({"max_memory": "1GiB", "mode": "infer"}, "max_memory is for a training step"),
+    ({"allow": "tf64"}, "allow must be of tf32, got 'tf64'"),
+    ({"allow": ["tf32", "fp8"]}, "allow='fp8' is not offered"),
     ({"optimizer": 3}, "optimizer must be a torch.optim.Optimizer, got int"),
     ({"optimizer": torch.optim.SGD(nn.Linear(1, 1).parameters())}, "steps none of the model's parameters"),
 ])
@@ -168,3 +170,19 @@ def test_an_optimizer_without_state_has_none_afterwards():
         model(data()).backward()
         optimizer.step()
     assert not optimizer.state and seen.made
+
+
+def test_tf32_stays_on_until_the_model_is_restored_and_not_where_something_is_raised(monkeypatch):
+    monkeypatch.setattr(_optimize, "allowed", lambda allow: ("tf32",))
+    monkeypatch.setattr(_optimize, "tune", lambda *args, **options: Tuned({"eager": Choices()}, {}))
+    try:
+        model = optimize(GPT(), torch.randint(0, 96, (2, 16)), lock=Lock(), allow="tf32", seconds=0.001)
+        assert torch.get_float32_matmul_precision() == "high" and "allowed: float32 products as TF32" in str(model.whet)
+        restore(model)
+        assert torch.get_float32_matmul_precision() == "highest"
+        monkeypatch.setattr(_optimize, "recognise", lambda *args, **options: 1 / 0)
+        with pytest.raises(ZeroDivisionError):
+            optimize(GPT(), torch.randint(0, 96, (2, 16)), lock=Lock(), allow="tf32")
+        assert torch.get_float32_matmul_precision() == "highest"
+    finally:
+        torch.set_float32_matmul_precision("highest")

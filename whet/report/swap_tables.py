@@ -10,8 +10,10 @@ from whet.figures import ms
 from whet.race import FASTEST
 from whet.report.cells import number
 from whet.report.table import Column, Table, columns
+from whet.swap._begin import ALLOWED
 from whet.swap._memory import line as memory_line
 
+PLANS = (Column("plan"), *columns("step ms", "as it is, ms", form=ms), Column("speed-up", "{:.2f}x", 1), Column("note"))
 WIDTH = 160  # letters, where there is no terminal and COLUMNS says nothing
 STEPS = {"train": "training step", "forward": "forward"}
 GROUPS = (
@@ -38,13 +40,14 @@ def impl(g: dict) -> str:
 
 def note(m: dict, g: dict) -> str:
     """Whether the group was replaced, and why or why not."""
-    if m.get("dry_run"):
+    if m.get("dry_run") and not g.get("decided"):
         return "can be replaced"
-    done, why = bool(g.get("replaced")), g.get("why") or ""
+    done, why = bool(g.get("would_be") if m.get("dry_run") else g.get("replaced")), g.get("why") or ""
     by = f" (the lock's, {g['decided']})" if g.get("decided") else ""
     if why == FASTEST:
         why = "" if done or (g.get("speedup") or 0.0) > 1 else "it is faster as it was"
-    return f"{'replaced' if done else 'left'}{': ' if why else ''}{why}{by}"
+    would = "would be " if m.get("dry_run") else ""
+    return f"{would}{'replaced' if done else 'left'}{': ' if why else ''}{why}{by}"
 
 
 def left_table(m: dict) -> Table:
@@ -76,8 +79,31 @@ def change(before: float, after: float) -> str:
 
 def parts(m: dict) -> Iterator[Table | str]:
     """All of it, in the order in which it is shown; what is empty is left out."""
-    lines = [*([memory_line(m["memory"])] if m.get("memory") else []), *(m.get("lock_lines") or [])]
-    yield from (part for part in (groups_table(m), left_table(m), whole(m), m.get("note") or "", *lines) if part)
+    plans = plans_table(m) if m.get("step_plans") else ""
+    lines = [f"allowed: {ALLOWED[name]}" for name in m.get("allow") or [] if name in ALLOWED]
+    lines += [*([memory_line(m["memory"])] if m.get("memory") else []), *(m.get("lock_lines") or [])]
+    yield from (part for part in (groups_table(m), left_table(m), whole(m), m.get("note") or "", *lines, plans) if part)
+
+
+def plans_table(m: dict) -> Table:
+    """The step of the optimised model by each plan of compile_step."""
+    found = m["step_plans"]
+    table = Table("the step with its optimizer, by plan of compile_step", PLANS)
+    for p in found["plans"]:
+        name, why = p.get("name"), p.get("why") or ""
+        table.add(name, p.get("ms"), p.get("before_ms"), p.get("speedup"), why, marked=name == found["chosen"])
+    return table
+
+
+def plan_bars(m: dict) -> list[dict]:
+    """Each plan's step as a bar, the step as it is first."""
+    found = m.get("step_plans") or {}
+    timed = [p for p in found.get("plans", ()) if number(p.get("ms"))]
+    longest = max((p["ms"] for p in timed), default=1.0)
+    return [
+        {"name": p["name"], "width": round(100 * p["ms"] / longest, 2), "ms": ms(p["ms"]),
+         "chosen": p["name"] == found["chosen"]} for p in timed
+    ]
 
 
 def show(console: Console, m: dict) -> None:
@@ -99,7 +125,8 @@ def sentence(m: dict) -> str:
     count = sum(g.get("modules") or 0 for g in m.get("groups") or [] if g.get("replaced") or m.get("dry_run"))
     modules = f"{count:,} module{'s' * (count != 1)}"
     if m.get("dry_run"):
-        return f"{modules} can be replaced; nothing was timed."
+        known = sum(bool(g.get("decided")) for g in m.get("groups") or [])
+        return f"{modules} can be replaced; {f'times of {known} groups are from the lock' if known else 'nothing was timed'}."
     return f"{modules} replaced. {whole(m).capitalize()}".rstrip(". ") + "."
 
 
@@ -118,4 +145,5 @@ def view(m: dict) -> dict | None:
         for name, g in zip(names, timed)
     ]
     wide = min(48, max(map(len, names), default=0) + 2)
-    return {"bars": bars, "wide": wide, "whole": whole(m), "groups": groups_table(m), "left": left_table(m)}
+    return {"bars": bars, "wide": wide, "whole": whole(m), "groups": groups_table(m), "left": left_table(m),
+            "plan_bars": plan_bars(m), "plans": plans_table(m) if m.get("step_plans") else None}

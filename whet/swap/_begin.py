@@ -1,7 +1,7 @@
 """What optimize() is given, checked, and made a step that can be run again."""
 
 import contextlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
@@ -18,6 +18,11 @@ if TYPE_CHECKING:
     from whet.swap._optimize import Optimized
 
 MODES = ("train", "infer")
+ALLOWED = {"tf32": "float32 products as TF32: torch.set_float32_matmul_precision('high') is set until whet.restore"}
+NO_FP8 = (
+    "optimize: allow='fp8' is not offered: a part is replaced only where it computes what the module computes, and attention "
+    "in FP8 does not; ask for it by whet.ops.attention(..., precision='fp8')"
+)
 
 
 def refuse(model: Any, mode: str | None, keep_logits: bool | None = None) -> None:
@@ -54,6 +59,34 @@ def prepared(model: nn.Module, mode: str | None, call: Met, loss: Callable | Non
             module.training = flag
         for p, grad in grads:
             p.grad = grad
+
+
+def allowed(allow: str | Iterable[str]) -> tuple[str, ...]:
+    """What may change the precision: names of ALLOWED, one, several, or a string with commas."""
+    names = allow.split(",") if isinstance(allow, str) else list(allow)
+    found = tuple(dict.fromkeys(n.strip().lower() for n in names if n.strip()))
+    if "fp8" in found:
+        raise ValueError(NO_FP8)
+    if unknown := [n for n in found if n not in ALLOWED]:
+        raise ValueError(f"optimize: allow must be of {', '.join(ALLOWED)}, got {unknown[0]!r}")
+    if "tf32" in found and not torch.cuda.is_available():
+        raise ValueError("optimize: allow='tf32' needs a GPU, and there is none here")
+    return found
+
+
+@contextlib.contextmanager
+def in_allowed(report: "Optimized", names: tuple[str, ...]) -> Iterator[None]:
+    """What was allowed is set, and stays so unless something is raised; the report keeps what was set before."""
+    before = torch.get_float32_matmul_precision()
+    report.allow = names
+    if "tf32" in names:
+        report.precision_before = before
+        torch.set_float32_matmul_precision("high")
+    try:
+        yield
+    except BaseException:
+        torch.set_float32_matmul_precision(before)
+        raise
 
 
 def refuse_step_options(work: Workload, optimizer: Any, limit: int | None) -> None:

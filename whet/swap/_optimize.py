@@ -1,7 +1,7 @@
 """whet.optimize: parts of a live model replaced where that is proved right and measured faster, in place, and put back."""
 
 import contextlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -15,7 +15,7 @@ from whet.lock import Lock
 from whet.measure import now, race
 from whet.op import discover
 from whet.swap import Edit, Left, Met, Site
-from whet.swap._begin import prepared, refuse, refuse_step_options, stepped
+from whet.swap._begin import allowed, in_allowed, prepared, refuse, refuse_step_options, stepped
 from whet.swap._kept import Decisions, facts_of
 from whet.swap._memory import bytes_of, fit
 from whet.swap._proof import cast, edited, floating, prove, upstream
@@ -24,6 +24,7 @@ from whet.tune import tune
 from whet.workload import Workload
 
 BEFORE, AFTER = "before", "after"
+REACH = 1.5  # times as slow as the stock call: what a candidate is not proved for, since it could not be chosen
 Progress = Callable[[str, int, int], None]
 
 
@@ -45,6 +46,12 @@ class SiteGroup:
     def share(self) -> float:
         """Of the error budget, the most that a site used."""
         return max(v.share for _, v in self.sites)
+
+    def recall(self, entry: dict | None) -> None:
+        """What the lock decided of it, if it did."""
+        if entry is not None:
+            self.before_ms, self.after_ms, self.why = entry["before_ms"], entry["after_ms"], entry["why"]
+            self.replaced, self.impls, self.decided = entry["replaced"], dict(entry.get("impls", {})), entry["date"]
 
     def to_record(self) -> dict:
         return {
@@ -72,6 +79,8 @@ class Optimized:
     batches: list[dict] = field(default_factory=list)  # the whole before and after at each batch, the largest first
     lock_lines: list[str] = field(default_factory=list)  # what came from the lock, and what in it was ignored
     memory: dict = field(default_factory=dict)  # where max_memory was given: bytes before and after, blocks checkpointed
+    allow: tuple[str, ...] = ()  # what may change the precision
+    precision_before: str = ""  # of float32 products, where TF32 was allowed
     optimizer: str = ""  # whose step is part of the whole that was timed
     dry: bool = False  # parts were found and proved, none replaced and none timed
 
@@ -95,13 +104,14 @@ class Optimized:
         return {
             "kind": "train" if self.mode == "train" else "forward", "dry_run": self.dry,
             "before_ms": self.before_ms, "after_ms": self.after_ms, "speedup": ratio(self.before_ms, self.after_ms),
-            "groups": [g.to_record() | {"replaced": any(g is k for k in kept)} for g in self.groups],
+            "groups": [g.to_record() | {"replaced": any(g is k for k in kept), "would_be": g.replaced} for g in self.groups],
             "left": [
                 {"kind": x.kind, "path": x.path, "why": x.why} for x in self.replaced.left
                 if (x.kind, x.path) not in grouped_paths
             ],
             "entries": list(self.entries.values()), "note": self.note, "seconds": self.seconds,
             "batches": self.batches, "lock_lines": self.lock_lines, "memory": self.memory, "optimizer": self.optimizer,
+            "allow": list(self.allow),
         }
 
 
@@ -112,7 +122,7 @@ def ratio(before: float | None, after: float | None) -> float | None:
 def optimize(
     model: nn.Module, batch: Any, *, mode: str | None = None, loss: Callable | None = None, lock: Lock | None = None,
     keep_logits: bool | None = None, optimizer: torch.optim.Optimizer | None = None, max_memory: int | str | None = None,
-    seconds: float = 0.3, progress: Progress = lambda text, done, total: None,
+    allow: str | Iterable[str] = (), seconds: float = 0.3, progress: Progress = lambda text, done, total: None,
 ) -> nn.Module:
     """Replace parts of this model, in place, by kernels that are proved to compute the same and measured faster here.
 
@@ -125,13 +135,14 @@ def optimize(
              None: so for a Hugging Face model that is given labels, not for one that calls cross_entropy itself
     optimizer   its step is part of the whole that is timed; weights and its state are afterwards as they were
     max_memory  bytes, or "40GiB": where a training step takes more on a GPU, the fewest repeated blocks are checkpointed
+    allow       "tf32": float32 products as TF32, set for the process until restore(); on a GPU
     Returns the model; print(model.whet) shows what was done, whet.restore(model) takes it back.
     """
-    limit = None if max_memory is None else bytes_of(max_memory)
+    limit, names = None if max_memory is None else bytes_of(max_memory), allowed(allow)
     with begun(model, batch, mode, loss, keep_logits) as (report, works, calls):
         refuse_step_options(works[0], optimizer, limit)
         try:
-            with stepped(report, works, optimizer) as whole:
+            with in_allowed(report, names), stepped(report, works, optimizer) as whole:
                 _optimize(report, works, whole, calls, lock or Lock.read(), seconds, progress, keep_logits)
                 if limit is not None:
                     _fit(report, whole[0], calls, limit, seconds)
@@ -147,6 +158,8 @@ def restore(model: nn.Module) -> nn.Module:
     report = model.__dict__.pop("whet", None)
     if isinstance(report, Optimized):
         report.replaced.restore()
+        if report.precision_before:
+            torch.set_float32_matmul_precision(report.precision_before)
     return model
 
 
@@ -169,7 +182,7 @@ def _optimize(
     report: Optimized, works: list[Workload], whole: list[Workload], calls: list[Met], lock: Lock, seconds: float,
     progress: Progress, keep_logits: bool | None,
 ) -> None:
-    decided = Decisions(lock, report.model, calls, works[0].kind, (keep_logits, report.optimizer))
+    decided = Decisions(lock, report.model, calls, works[0].kind, (keep_logits, report.optimizer, report.allow))
     while not _attempt(report, works, whole, calls, seconds, progress, keep_logits, decided):
         report.groups, report.note = [], ""
     report.lock_lines = decided.lines()
@@ -206,7 +219,7 @@ def _decide(
         for work in works:
             work.forward()
     found.restore()
-    tuned = tune(list(recorder.calls.values()), decided.lock, ("eager",), progress, seconds)
+    tuned = tune(list(recorder.calls.values()), decided.lock, ("eager",), progress, seconds, reach=REACH)
     report.choices, report.entries = tuned.choices["eager"], tuned.entries
     if decided.disagree([call for call, _ in recorder.calls.values()], report.choices):
         return False
@@ -230,8 +243,7 @@ def _groups(
     met = met_in(report.model, call, {g.sites[0][0].path for g in fresh}) if fresh else {}
     for i, group in enumerate(report.groups):
         if entry := decided.of(group):
-            group.before_ms, group.after_ms, group.why = entry["before_ms"], entry["after_ms"], entry["why"]
-            group.replaced, group.impls, group.decided = entry["replaced"], dict(entry.get("impls", {})), entry["date"]
+            group.recall(entry)
         else:
             progress(f"timing {group.words}", i, len(report.groups))
             _time_group(group, work, met, report.choices, seconds)
@@ -334,9 +346,13 @@ def _race_whole(report: Optimized, work: Workload, call: Met, seconds: float) ->
 
     def step(after: bool):
         found.ask(report.choices) if after else found.restore()
+        if report.precision_before:
+            torch.set_float32_matmul_precision("high" if after else report.precision_before)
         return work.step()
 
     raced = race({BEFORE: lambda: step(False), AFTER: lambda: step(True)}, keep=BEFORE, seconds=seconds, flush=False)
+    if report.precision_before:
+        torch.set_float32_matmul_precision("high")
     return {
         "batch": size_of(call), "before_ms": raced.timings[BEFORE].ms, "after_ms": raced.timings[AFTER].ms,
         "slower": raced.outcome.chosen == BEFORE and not raced.outcome.tied,
