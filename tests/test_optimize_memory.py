@@ -163,6 +163,15 @@ def test_the_optimizers_step_is_timed_and_leaves_weights_and_state_as_they_were(
     assert steps and "training step with AdamW" in str(model.whet)
 
 
+def test_memory_is_measured_with_the_optimizers_step_and_proved_on_the_weights_that_are_there(metered):
+    model = Stack()
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e3, momentum=0.9)
+    weights = copy.deepcopy(model.state_dict())
+    optimize(model, data(), max_memory="8GiB", optimizer=optimizer, lock=Lock(), seconds=0.001)
+    assert model.whet.memory["blocks"] == 2 and all(torch.equal(v, weights[k]) for k, v in model.state_dict().items())
+    assert not optimizer.state
+
+
 def test_an_optimizer_without_state_has_none_afterwards():
     model = Stack()
     optimizer = torch.optim.AdamW(model.parameters())

@@ -106,14 +106,14 @@ def refuse_step_options(work: Workload, optimizer: Any, limit: int | None) -> No
         raise ValueError("optimize: optimizer steps none of the model's parameters")
 
 
-@contextlib.contextmanager
-def stepped(
+def with_optimizer(
     report: "Optimized", works: list[Workload], optimizer: torch.optim.Optimizer | None
-) -> Iterator[list[Workload]]:
-    """The whole steps to be timed: with the optimizer's, whose effect is afterwards undone."""
-    if optimizer is None:
-        yield works
-        return
-    report.optimizer = type(optimizer).__name__
-    with as_before(report.model, optimizer, "cpu"):
-        yield [replace(work, optimizer=optimizer) for work in works]
+) -> list[Workload]:
+    """The whole steps to be timed: with the optimizer's, where there is one."""
+    report.optimizer = type(optimizer).__name__ if optimizer is not None else ""
+    return [replace(work, optimizer=optimizer) for work in works]
+
+
+def undone(work: Workload) -> contextlib.AbstractContextManager:
+    """Within the block steps may be run; what an optimizer changed is afterwards as it was, kept in the host's memory."""
+    return contextlib.nullcontext() if work.optimizer is None else as_before(work.model, work.optimizer, "cpu")

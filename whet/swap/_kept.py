@@ -129,7 +129,8 @@ class Decisions:
         for site in sites:
             named.setdefault(name_of(site), []).append(site)
         heads = {like[0].path for like in named.values()}
-        met = [met_in(self.model, call, heads) for call in self.calls] if named else []
+        with torch.no_grad():
+            met = [met_in(self.model, call, heads) for call in self.calls] if named else []
         self.keys, self.held, self.counts = {}, {}, {name: len(like) for name, like in named.items()}
         for name, like in named.items():
             seen = [facts_of(m[like[0].path]) for m in met if like[0].path in m]

@@ -23,6 +23,7 @@ if TYPE_CHECKING:
 KIND = "checkpoint"
 UNITS = {"b": 1, "kib": 2**10, "mib": 2**20, "gib": 2**30, "tib": 2**40, "kb": 10**3, "mb": 10**6, "gb": 10**9, "tb": 10**12}
 KEPT, AGAIN = "kept", "computed again"
+Around = Callable[[], contextlib.AbstractContextManager]
 
 
 def bytes_of(value: int | str) -> int:
@@ -111,8 +112,8 @@ def fewest(count: int, fits: Callable[[int], bool]) -> int | None:
 class BlockMemory:
     """The peak of a step with so many blocks checkpointed, each number of them measured once."""
 
-    def __init__(self, report: "Optimized", run: Callable, sites: list[Site]):
-        self.report, self.run, self.sites = report, run, sites
+    def __init__(self, report: "Optimized", run: Callable, around: Around, sites: list[Site]):
+        self.report, self.run, self.around, self.sites = report, run, around, sites
         self.base, self.peaks = list(report.replaced.sites), dict[int, float]()
 
     def lay(self, count: int) -> None:
@@ -124,21 +125,22 @@ class BlockMemory:
     def peak(self, count: int) -> float:
         if count not in self.peaks:
             self.lay(count)
-            self.peaks[count] = peak_bytes(self.run)
+            with self.around():
+                self.peaks[count] = peak_bytes(self.run)
         return self.peaks[count]
 
 
 def fit(
-    report: "Optimized", run: Callable, call: Met, limit: int, proved: Callable[[], Verdict], seconds: float
+    report: "Optimized", run: Callable, around: Around, call: Met, limit: int, proved: Callable[[], Verdict], seconds: float
 ) -> None:
     """Checkpoint the fewest blocks such that the step stays below the limit. ValueError where all of them are not enough.
 
-    run      the step whose memory counts
+    run      the step whose memory counts; around: a context that undoes what it did to weights
     proved   the proof of everything that is replaced now, together
     """
     sites = [Site(path, b, edits, "a block that is computed again", kind=KIND, asks=False)
              for path, b in blocks_of(report.model, call)]
-    memory, many = BlockMemory(report, run, sites), len(sites)
+    memory, many = BlockMemory(report, run, around, sites), len(sites)
     before = memory.peak(0)
     report.memory = {"limit": limit, "before": before, "after": before, "blocks": 0, "of": many}
     if before <= limit:
@@ -172,7 +174,8 @@ def cost(memory: BlockMemory, count: int, seconds: float) -> Iterator[tuple[str,
     runs = {KEPT: lambda: step(0), AGAIN: lambda: step(count)}
     if memory.peak(0) == float("inf"):
         del runs[KEPT]
-    timings = race(runs, keep=next(iter(runs)), seconds=seconds, flush=False).timings
+    with memory.around():
+        timings = race(runs, keep=next(iter(runs)), seconds=seconds, flush=False).timings
     if KEPT in timings:
         yield "without_ms", timings[KEPT].ms
     yield "with_ms", timings[AGAIN].ms

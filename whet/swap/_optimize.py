@@ -15,7 +15,7 @@ from whet.lock import Lock
 from whet.measure import now, race
 from whet.op import discover
 from whet.swap import Edit, Left, Met, Site
-from whet.swap._begin import allowed, in_allowed, prepared, refuse, refuse_step_options, stepped
+from whet.swap._begin import allowed, in_allowed, prepared, refuse, refuse_step_options, undone, with_optimizer
 from whet.swap._kept import Decisions, facts_of
 from whet.swap._memory import bytes_of, fit
 from whet.swap._proof import cast, edited, floating, prove, upstream
@@ -142,7 +142,8 @@ def optimize(
     with begun(model, batch, mode, loss, keep_logits) as (report, works, calls):
         refuse_step_options(works[0], optimizer, limit)
         try:
-            with in_allowed(report, names), stepped(report, works, optimizer) as whole:
+            with in_allowed(report, names):
+                whole = with_optimizer(report, works, optimizer)
                 _optimize(report, works, whole, calls, lock or Lock.read(), seconds, progress, keep_logits)
                 if limit is not None:
                     _fit(report, whole[0], calls, limit, seconds)
@@ -350,7 +351,8 @@ def _race_whole(report: Optimized, work: Workload, call: Met, seconds: float) ->
             torch.set_float32_matmul_precision("high" if after else report.precision_before)
         return work.step()
 
-    raced = race({BEFORE: lambda: step(False), AFTER: lambda: step(True)}, keep=BEFORE, seconds=seconds, flush=False)
+    with undone(work):
+        raced = race({BEFORE: lambda: step(False), AFTER: lambda: step(True)}, keep=BEFORE, seconds=seconds, flush=False)
     if report.precision_before:
         torch.set_float32_matmul_precision("high")
     return {
@@ -368,7 +370,7 @@ def _fit(report: Optimized, work: Workload, calls: list[Met], limit: int, second
         return prove(together(report.replaced, small), small, report.choices)
 
     with uncached(report.model):
-        fit(report, work.step, calls[0], limit, proved, seconds)
+        fit(report, work.step, lambda: undone(work), calls[0], limit, proved, seconds)
 
 
 def together(found: Replaced, call: Met, train: bool = True) -> Site:
