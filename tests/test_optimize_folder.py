@@ -5,6 +5,7 @@ import re
 import shlex
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -119,6 +120,11 @@ WRONG = {
     "dtype": ("gpt2 --dtype int8", "--dtype must be auto or one of bfloat16, float32, got 'int8'"),
     "no-loss": ("no-loss --train", "LlamaModel has no loss by labels that could be made up; use --infer"),
     "precision": ("gpt2 --precision tf32", "--precision is for plans; use --dtype"),
+    "allow": ("gpt2 --allow bf8", "allow must be of tf32, got 'bf8'"),
+    "allow-fp8": ("gpt2 --allow tf32,fp8", "allow='fp8' is not offered: a part is replaced only where it computes what"),
+    "max-memory": ("gpt2 --max-memory 40", "max_memory must be bytes above 0 or a size such as '40GiB'"),
+    "plans": ("gpt2 --infer --plans", "--plans needs a training step that is run, not --infer"),
+    "not-a-folder-either": ("tiny-llama:tiny --max-memory 1GiB", "--max-memory is for a Hugging Face folder"),
     "not-a-folder": ("tiny-llama:tiny --dry-run", "--dry-run is for a Hugging Face folder"),
 }
 
@@ -208,3 +214,54 @@ def test_a_model_with_everything_replaced_can_be_compiled_and_still_asks_whet():
     torch.testing.assert_close(loss, plain)
     found.restore()
     torch._dynamo.reset()
+
+
+def test_a_dry_run_shows_the_times_of_a_run_before_it(folders, tuned, monkeypatch):
+    def timed(group, *rest):
+        group.before_ms, group.after_ms, group.why, group.replaced = 2.0, 1.0, "planted", group.kind != "norms"
+
+    monkeypatch.setattr(_optimize, "_time_group", timed)
+    command = ("optimize", "path/to/model_folder", "--tokens", "16", "--seconds", "0.001")
+    assert invoke(*command).exit_code == 0 and Path("whet.lock").exists()
+    result = invoke(*command, "--dry-run", "--json")
+    assert result.exit_code == 0, result.stderr
+    m = json.loads(result.stdout)["measured"]
+    assert all(g["before_ms"] == 2.0 and g["decided"] and g["would_be"] == (g["kind"] != "norms") for g in m["groups"])
+    assert m["before_ms"] and f"times of {len(m['groups'])} of {len(m['groups'])} groups are the lock's" in m["note"]
+    shown = " ".join(swap_tables.text(m).split())
+    assert "would be" in shown and "nothing was replaced" in shown
+    assert "nothing was timed" in invoke(*command, "--dry-run", "--lock", "other.lock").stdout
+
+
+def test_plans_of_the_step_are_in_the_record_the_table_and_the_page(folders, tuned, monkeypatch):
+    from whet import step_plans
+    from whet.subjects import Plan
+
+    tried = ({"name": "as it is", "ok": True, "why": "", "ms": 4.0},
+             {"name": "torch.compile", "ok": True, "why": "", "ms": 2.0, "before_ms": 4.0, "speedup": 2.0},
+             {"name": "CUDA graph", "ok": False, "why": "planted"})
+    seen = []
+    monkeypatch.setattr(step_plans, "choose", lambda work, seconds: seen.append(work) or step_plans.ChosenStep(
+        Plan("torch.compile", "", "own"), "faster", {}, tried))
+    command = ("optimize", "path/to/model_folder", "--tokens", "16", "--seconds", "0.001")
+    result = invoke(*command, "--plans", "--html", "page.html")
+    assert result.exit_code == 0, result.stderr
+    (path,) = Path("records").iterdir()
+    made = json.loads(path.read_text())
+    assert made["measured"]["step_plans"]["chosen"] == "torch.compile" and "--plans" in made["command"]
+    assert type(seen[0].optimizer) is torch.optim.AdamW and "by plan of compile_step" in result.stdout
+    text = Page(Path("page.html").read_text()).text
+    assert "The step with its optimizer, by plan." in text and "chosen" in text
+    assert invoke(*command, "--no-plans").exit_code == 0 and len(seen) == 1
+
+
+def test_every_plan_that_was_tried_is_data_after_the_step_as_it_is():
+    from whet.plans import PlanResult
+    from whet.step_plans import with_first
+    from whet.subjects import BEFORE, Plan
+
+    tried = [PlanResult(Plan("torch.compile", "", "own"), ok=True, before_ms=4.0, speedup=2.0),
+             PlanResult(Plan("CUDA graph", "", "own"), why="planted"), PlanResult(Plan(BEFORE, "", "own"), ok=True)]
+    made = list(with_first(SimpleNamespace(results={r.name: r for r in tried})))
+    assert [p["name"] for p in made] == ["as it is", "torch.compile", "CUDA graph"]
+    assert made[0]["ms"] == 4.0 and made[2]["why"] == "planted" and json.dumps(made)

@@ -8,7 +8,7 @@ from torch import nn
 from whet.choices import Choices
 from whet.measure import Race
 from whet.race import FASTEST, NOISY, TIED, Outcome, Ratio, Timing
-from whet.swap import Site, _optimize, gated_mlp
+from whet.swap import Site, _groups, _optimize, gated_mlp
 from whet.swap._optimize import optimize, restore
 from whet.swap._preview import preview
 from whet.tune import Tuned
@@ -31,7 +31,7 @@ def raced(winner: str, why: str = FASTEST, lean: str = ""):
 
 def optimized(monkeypatch, race) -> nn.Module:
     monkeypatch.setattr(_optimize, "tune", lambda *args, **options: Tuned({"eager": Choices()}, {}))
-    monkeypatch.setattr(_optimize, "race", race)
+    monkeypatch.setattr(_groups, "race", race)
     return optimize(odd_mixed(), torch.randn(2, 24, 64), mode="infer", seconds=0.001)
 
 
@@ -77,8 +77,8 @@ def test_a_form_that_fails_in_its_proof_or_at_full_size_costs_only_itself(monkey
     real = gated_mlp.product_forms
     monkeypatch.setattr(gated_mlp, "product_forms", product_forms)
     monkeypatch.setattr(_optimize, "tune", lambda *args, **options: Tuned({"eager": Choices()}, {}))
-    monkeypatch.setattr(_optimize, "recorded", lambda *args: _optimize.Recorder())
-    monkeypatch.setattr(_optimize, "race", raced(FORMS[-1]))
+    monkeypatch.setattr(_optimize, "recorded", lambda *args: _groups.Recorder())
+    monkeypatch.setattr(_groups, "race", raced(FORMS[-1]))
     model = optimize(odd_mixed(), torch.randn(5, 24, 64), mode="infer", seconds=0.001)
     group, = (g for g in model.whet.groups if g.kind == "gated_mlp")
     assert group.replaced and group.form == FORMS[-1] and set(group.forms_ms) == set(FORMS)
@@ -88,7 +88,7 @@ def test_a_form_that_fails_in_its_proof_or_at_full_size_costs_only_itself(monkey
 
 def test_a_group_that_asks_no_op_says_what_it_does(monkeypatch):
     monkeypatch.setattr(_optimize, "tune", lambda *args, **options: Tuned({"eager": Choices()}, {}))
-    monkeypatch.setattr(_optimize, "race", raced("the last"))
+    monkeypatch.setattr(_groups, "race", raced("the last"))
     model = optimize(odd_gpt(), tokens(), seconds=0.001)
     groups = {g.kind: g for g in model.whet.groups}
     assert not groups["aligned_mlp"].impls and groups["aligned_mlp"].replaced and len(groups["aligned_mlp"].sites) == 2

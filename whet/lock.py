@@ -1,7 +1,8 @@
 """whet.lock: what was verified, measured and chosen, per machine. Readable, committable JSON.
 
 {"format": 2, "machines": {machine key: {
-    "calls": {"<call> @ <mode>": entry}, "plans": {target: result}, "decoders": {shape: verdict}}}}
+    "calls": {"<call> @ <mode>": entry}, "plans": {target: result}, "decoders": {shape: verdict},
+    "swaps": {group or model: decision}}}}
 A result is found by GPU name and versions, so nothing stale is ever reused. Every entry has a checksum and is validated when
 it is read; a bad one is dropped alone. Anyone may read; only tune.py saves.
 """
@@ -13,12 +14,12 @@ import marshal
 import os
 import re
 import sys
-from collections.abc import Callable
 from pathlib import Path
 from typing import NamedTuple
 
 from whet import lock_file, machine
-from whet.op import Call, base, discover
+from whet.lock_faults import FAULTS, usable
+from whet.op import base, discover
 from whet.source import fingerprint
 
 FORMAT = 2
@@ -109,88 +110,10 @@ def checksum(where: tuple[str, str, str], entry: dict) -> str:
     return hashlib.sha256(content).hexdigest()[:16]
 
 
-def usable(candidate: dict) -> bool:
-    """Marked right, timed, and not merely interpreted."""
-    return candidate["ok"] and "ms" in candidate and "interpreted" not in candidate
-
-
 def edited(entry: dict, name: str) -> bool:
     """Whether a candidate was proved from another source than the one that is here."""
     op, proved = discover().get(entry.get("call", {}).get("op")), entry["candidates"].get(name, {}).get("source")
     return proved is not None and op is not None and base(name) in op.impls and proved != fingerprint(op, name)
-
-
-def _are(fields: dict, kinds: dict[str, tuple[type, ...]]) -> str:
-    """Empty, or which of these fields has a wrong type; a field may be absent."""
-    for name, value in fields.items():
-        kind = kinds.get(name)
-        if kind is not None and type(value) not in kind:
-            return f"its {name} is of type {type(value).__name__}"
-    return ""
-
-
-NUMBER, PERHAPS = (int, float), (int, float, type(None))
-CANDIDATE = {"ok": (bool,), "why": (str,), "share": PERHAPS, "ms": NUMBER, "low": NUMBER, "high": NUMBER, "samples": (int,),
-             "host_us": PERHAPS, "peak_mib": PERHAPS, "interpreted": (str,), "source": (str,)}
-ENTRY = {"mode": (str,), "count": (int,), "candidates": (dict,), "chosen": (str,), "untimed": (bool,), "why": (str,),
-         "ms": NUMBER, "vs_eager": PERHAPS, "rival": (str,), "vs_rival": PERHAPS, "floor_ms": PERHAPS, "bound": (str,)}
-SCALARS = (int, float, str, bool, type(None))
-
-
-def _call(fields: object) -> Call | None:
-    """The call that these fields describe, if they do."""
-    if not isinstance(fields, dict) or _are(fields, {"op": (str,), "case": (dict,), "dtype": (str,), "grad": (bool,)}):
-        return None
-    try:
-        call = Call(**fields)
-    except TypeError:
-        return None
-    return call if all(type(v) in SCALARS for v in call.case.values()) else None
-
-
-def _call_fault(key: str, entry: dict) -> str:
-    """Empty, or why an entry of "calls" does not count. One without a choice is a tuning not yet finished."""
-    call = _call(entry.get("call"))
-    if call is None or "mode" not in entry or "candidates" not in entry:
-        return "it is incomplete"
-    if fault := _are(entry, ENTRY):
-        return fault
-    if key != f"{call.key} @ {entry['mode']}":
-        return "its key is not its call's"
-    candidates = entry["candidates"]
-    for name, c in candidates.items():
-        if type(c) is not dict or "ok" not in c:
-            return f"its candidate {name} is incomplete"
-        if fault := _are(c, CANDIDATE):
-            return f"of its candidate {name} {fault}"
-        if not 0 <= c.get("ms", 0) < 1e12:
-            return f"its candidate {name} took {c['ms']} ms"
-    if (chosen := entry.get("chosen")) is None:
-        return ""
-    if entry.get("untimed"):  # nothing could be timed: the stock call, decided once
-        op = discover().get(call.op)
-        if chosen != op.stock if op else chosen not in ("torch", "eager"):
-            return "its choice is untimed and not the stock call"
-        return "it is marked untimed, and has a candidate that was timed" if any(map(usable, candidates.values())) else ""
-    return "" if chosen in candidates and usable(candidates[chosen]) else "its choice is not verified and timed"
-
-
-def _plan_fault(key: str, result: dict) -> str:
-    calls, plans = result.get("calls"), result.get("plans")
-    if type(result.get("config")) is not str or type(calls) is not list or type(plans) is not list:
-        return "it is incomplete"
-    if not all(type(c) is dict and _call(c.get("call")) for c in calls):
-        return "one of its calls is incomplete"
-    if not all(type(p) is dict and type(p.get("name")) is str and type(p.get("ok")) is bool for p in plans):
-        return "one of its plans is incomplete"
-    return ""
-
-
-def _decoder_fault(key: str, verdict: dict) -> str:
-    return _are(verdict, {"ok": (bool,), "why": (str,)}) or ("" if {"ok", "why"} <= verdict.keys() else "it is incomplete")
-
-
-FAULTS: dict[str, Callable[[str, dict], str]] = {"calls": _call_fault, "plans": _plan_fault, "decoders": _decoder_fault}
 
 
 class Checked(NamedTuple):
@@ -315,6 +238,11 @@ class Lock:
     def decoders(self) -> dict:
         """{a model's shape and a way to decode: {"ok": bool, "why": str, ...}}"""
         return self.mine.setdefault("decoders", {})
+
+    @property
+    def swaps(self) -> dict:
+        """{a group of like modules, or a model, and its sizes: what optimize() decided of it}"""
+        return self.mine.setdefault("swaps", {})
 
     def drop(self, key: str, section: str = "calls") -> None:
         """Forget an entry, here and in the file at the next save, whatever another process made of it meanwhile."""

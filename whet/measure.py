@@ -235,6 +235,19 @@ def stepper(op: Op, run: Callable, args: dict, grad: bool) -> Callable:
 _under_load: dict[str, Ceilings] = {}  # machine's key -> what this process measured while the machine was busy
 
 
+def slower_by(op: Op, name: str, beside: str, args: dict, grad: bool, rounds: int = 7) -> float:
+    """How many times as long a candidate takes as another, by a quick look; 1 where either does not run."""
+    try:
+        steps = {n: stepper(op, op.candidate(n).run, args, grad) for n in (beside, name)}
+        turns = Turns(steps, "eager", False)
+        for _ in range(rounds):
+            turns.run(list(steps))
+    except Exception:
+        return 1.0
+    best = {n: min(times) for n, times in turns.times().items()}
+    return best[name] / best[beside] if best[beside] else 1.0
+
+
 def ceilings(again: bool = False) -> Ceilings:
     """Measured once per machine and versions, then read from the cache. What is measured under load stays out of the cache."""
     key = machine.this_machine().key

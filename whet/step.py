@@ -13,7 +13,7 @@ from whet.diagnose.target import as_inputs
 from whet.figures import error_line
 from whet.step_plans import AS_IT_IS, CapturedLoop, LoopWork, LossOf, choose, outside_because
 from whet.subjects import Plan, compiled_forward
-from whet.swap._replace import quiet
+from whet.swap._state import as_before
 from whet.trackers import log_choices
 from whet.workload import PRECISIONS, NoLoss
 
@@ -191,35 +191,11 @@ class CompiledStep:
 
 @contextlib.contextmanager
 def unchanged(model: nn.Module, optimizer: torch.optim.Optimizer) -> Iterator[None]:
-    """Weights, buffers, optimizer state and random numbers are afterwards as they were, in the memory that they have."""
-    tensors = [(p, p.detach().clone()) for p in {id(p): p for g in optimizer.param_groups for p in g["params"]}.values()]
-    state = {p: tree_map_only(torch.Tensor, lambda t: t.detach().clone(), dict(kept)) for p, kept in optimizer.state.items()}
-    made = False
-    with quiet(model):
-        try:
-            yield
-        finally:
-            with torch.no_grad():
-                for p, before in tensors:
-                    p.copy_(before)
-                for p in list(optimizer.state):
-                    made |= not set(optimizer.state[p]) <= set(state.get(p, ()))
-                    _put_back(optimizer.state, p, state.get(p))
-    if made:
+    """As `as_before`, and the optimizer must find all of its state there."""
+    with as_before(model, optimizer) as seen:
+        yield
+    if seen.made:
         raise RuntimeError("the optimizer made new state while the step was captured")
-
-
-def _put_back(state: Any, p: torch.Tensor, before: dict | None) -> None:
-    if before is None:
-        del state[p]
-        return
-    for name in list(state[p]):
-        if name not in before:
-            del state[p][name]
-        elif isinstance(before[name], torch.Tensor):
-            state[p][name].copy_(before[name])
-        else:
-            state[p][name] = before[name]
 
 
 def described(args: tuple, kwargs: dict) -> str:

@@ -214,6 +214,10 @@ class ChosenStep:
     plan: Plan
     why: str
     figures: dict[str, float]
+    plans: tuple[dict, ...] = ()  # every plan that was tried, as records hold it, the step as it is first
+
+    def to_record(self) -> dict:
+        return {"chosen": self.plan.name, "why": self.why, "plans": list(self.plans)}
 
 
 def choose(work: LoopWork, seconds: float) -> ChosenStep:
@@ -245,10 +249,19 @@ def _choose(work: LoopWork, seconds: float) -> ChosenStep:
     trial.heat()
     found = trial.outcome()
     lost = [f"{r.name} is out: {r.why}" for r in trial.results.values() if not r.ok]
+    tried = tuple(with_first(trial))
     if found.chosen == BEFORE:
-        return ChosenStep(AS_IT_IS, "; ".join([found.why, *lost, *subject.notes]), {})
+        return ChosenStep(AS_IT_IS, "; ".join([found.why, *lost, *subject.notes]), {}, tried)
     result = trial.results[found.chosen]
     assert result.timing is not None and result.before_ms is not None and result.speedup is not None
     times = f"{ms(result.before_ms)} ms before, {ms(result.timing.ms)} ms after, {result.speedup:.2f}x"
     figures = {"before_ms": result.before_ms, "after_ms": round(result.timing.ms, 4), "speedup": result.speedup}
-    return ChosenStep(result.plan, "; ".join([f"{times}: {found.why}", *lost, *subject.notes]), figures)
+    return ChosenStep(result.plan, "; ".join([f"{times}: {found.why}", *lost, *subject.notes]), figures, tried)
+
+
+def with_first(trial: Trial) -> Iterator[dict]:
+    """Every plan of a trial as a record, after the step as it is, whose time is that of its last race."""
+    results = [r for r in trial.results.values() if r.name != BEFORE]
+    before = next((r.before_ms for r in reversed(results) if r.before_ms), None)
+    yield {"name": AS_IT_IS.name, "ok": True, "why": ""} | ({"ms": before} if before else {})
+    yield from (r.to_record() for r in results)

@@ -45,6 +45,7 @@ def tune(
     limit_s: float = LIMIT_S,
     preload: str | None = None,
     bucket: bool = True,
+    reach: float | None = None,
 ) -> Tuned:
     """Choices for these calls: what the lock knows is kept, the rest verified, measured, saved.
 
@@ -53,9 +54,10 @@ def tune(
     limit_s   time after which a candidate is given up
     preload   a Python file the child process runs first, for ops of your own
     bucket    round sizes that vary up to powers of two; a bench times exactly what it was asked
+    reach     a candidate that a quick look finds so many times as slow as the stock call is not verified; None: all are
     Under torch.distributed rank 0 decides and the others receive what it chose.
     """
-    with Tuning(calls, lock, modes, progress, limit_s, preload, bucket) as tuning:
+    with Tuning(calls, lock, modes, progress, limit_s, preload, bucket, reach) as tuning:
         return tuning.finish(seconds)
 
 
@@ -109,10 +111,10 @@ class Tuning:
     def __init__(
         self, calls: Iterable[tuple[Call, int]], lock: Lock, modes: tuple[str, ...] | None = None,
         progress: Callable[[str, int, int], None] = lambda text, done, total: None, limit_s: float = LIMIT_S,
-        preload: str | None = None, bucket: bool = True,
+        preload: str | None = None, bucket: bool = True, reach: float | None = None,
     ):
         self.lock, self.modes = lock, modes or modes_here()
-        self.work = Work(calls, lock, self.modes, progress, limit_s, preload, bucket) if _leader() else None
+        self.work = Work(calls, lock, self.modes, progress, limit_s, preload, bucket, reach) if _leader() else None
 
     def __enter__(self) -> "Tuning":
         if self.work is not None:
@@ -141,8 +143,11 @@ class Tuning:
 class Work:
     """Everything one tuning has to do: first verify, side by side where there are cores, then time, alone on the GPU."""
 
-    def __init__(self, calls, lock: Lock, modes, progress, limit_s: float, preload: str | None, bucket: bool):
+    def __init__(
+        self, calls, lock: Lock, modes, progress, limit_s: float, preload: str | None, bucket: bool, reach: float | None = None
+    ):
         self.lock, self.modes, self.progress, self.limit_s, self.preload = lock, modes, progress, limit_s, preload
+        self.reach = reach
         self.ops = discover()
         self.calls: dict[str, Call] = {}
         counts: dict[str, int] = {}
@@ -176,12 +181,16 @@ class Work:
     def drop_edited(self, call: Call, mode: str) -> None:
         """What was proved from another source is proved again; then the choice is made again as well."""
         entry, op = self.entry(call, mode), self.ops[call.op]
-        edited = [n for n, c in entry["candidates"].items() if base(n) in op.impls and c.get("source") != fingerprint(op, n)]
+        edited = [n for n, c in entry["candidates"].items() if base(n) in op.impls and not self._holds(c, fingerprint(op, n))]
         for name in edited:
             del entry["candidates"][name]
         if edited:
             for fact in DECIDED:
                 entry.pop(fact, None)
+
+    def _holds(self, candidate: dict, source: str) -> bool:
+        """Whether a verdict is of this source; one that was left out by a quick look counts only where that is asked for."""
+        return candidate.get("source") == source and (self.reach is not None or "screened" not in candidate)
 
     def tick(self, text: str, done: int = 1) -> None:
         self.done += done
@@ -197,6 +206,19 @@ class Work:
     def verify_rest(self) -> None:
         self.hands.wait()
         self._verify_some(self.todo, False)  # what failed beside others, maybe for memory, gets a turn alone
+        if self.reach is not None:
+            self.reach = None
+            self._verify_some([item for item in self.todo if self._screened_in_vain(*item)], False)
+
+    def _screened_in_vain(self, call: Call, name: str) -> bool:
+        """Whether a candidate was left out for a stock call that turned out not to be right; then it is forgotten."""
+        found = False
+        for entry in (self.entry(call, mode) for mode in self.open(call)):
+            stock = entry["candidates"].get(self.ops[call.op].stock, {})
+            if "screened" in entry["candidates"].get(name, {}) and not stock.get("ok"):
+                del entry["candidates"][name]
+                found = True
+        return found
 
     def _verify_some(self, items: Iterable, shared: bool) -> None:
         with Worker(preload=self.preload) as worker, Worker(interpret=True, preload=self.preload) as interpreter:
@@ -219,7 +241,7 @@ class Work:
         twins = (e["candidates"] for e in self.lock.calls.values() if e["call"] == asdict(call))
         source = fingerprint(self.ops[call.op], name)
         known = (candidates[name] for candidates in twins if name in candidates)
-        return next((_verdict(c) for c in known if c.get("source") == source), None)
+        return next((_verdict(c) for c in known if self._holds(c, source)), None)
 
     def _verify(self, call: Call, name: str, worker: Worker, interpreter: Worker) -> dict:
         op = self.ops[call.op]
@@ -228,7 +250,9 @@ class Work:
             reduced = {k: min(v, op.tiny[k]) if k in op.tiny and isinstance(v, int) else v for k, v in call.case.items()}
             small = Call(call.op, reduced, call.dtype, call.grad)
             return _ask_verify(interpreter, small, name, self.limit_s) | proved_from | {"interpreted": small.key}
-        return _ask_verify(worker, call, name, self.limit_s) | proved_from
+        look = self.reach is not None and base(name) not in ("eager", op.stock)
+        screen = {"beside": op.stock, "reach": self.reach} if look else {}
+        return _ask_verify(worker, call, name, self.limit_s, **screen) | proved_from
 
     def measure_all(self, seconds: float) -> None:
         for key, names in self.names.items():
@@ -254,12 +278,13 @@ class Work:
 
 def _verdict(candidate: dict) -> dict:
     """The verdict of verification on a candidate, less what timing added."""
-    return {k: v for k, v in candidate.items() if k in ("ok", "share", "why", "rule", "source", "interpreted", "proved")}
+    facts = ("ok", "share", "why", "rule", "source", "interpreted", "proved", "screened")
+    return {k: v for k, v in candidate.items() if k in facts}
 
 
-def _ask_verify(worker: Worker, call: Call, name: str, limit_s: float) -> dict:
+def _ask_verify(worker: Worker, call: Call, name: str, limit_s: float, **screen) -> dict:
     try:
-        answer = worker.ask(limit_s, what="verify", call=asdict(call), impl=name)
+        answer = worker.ask(limit_s, what="verify", call=asdict(call), impl=name, **screen)
     except Lost as e:
         answer = {"error": str(e), "hung": e.hung}
     # What hung has had its turn: another, alone, would cost its limit again.
@@ -330,6 +355,13 @@ def save_decoder(lock: Lock, key: str, verdict: dict) -> None:
     """The verdict of verification on a way to decode: {"ok": bool, "why": str, ...}."""
     lock.decoders[key] = verdict
     lock.save()
+
+
+def save_swaps(lock: Lock, made: dict[str, dict]) -> None:
+    """What optimize() decided of groups of like modules and of whole models, by their keys in the lock."""
+    if _leader():
+        lock.swaps.update(made)
+        lock.save()
 
 
 def _distributed() -> bool:

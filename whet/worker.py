@@ -21,7 +21,7 @@ from whet import machine
 from whet.child import Child, Lost
 from whet.figures import error_line
 from whet.isolation import Leftovers, isolated
-from whet.measure import ceilings, race, stepper
+from whet.measure import ceilings, race, slower_by, stepper
 from whet.op import DTYPES, Call, Op, base, discover
 from whet.prove import provable, prove, run_once, wrong_now
 
@@ -92,11 +92,17 @@ def _args(op: Op, call: Call) -> dict:
     return op.inputs(dtype=DTYPES[call.dtype], device=machine.this_machine().device, **call.case)
 
 
-def answer_verify(call: Call, impl: str) -> dict:
-    """The verdict on a candidate; "proved" is the key of the call that was proved in full where it is not the call itself."""
+def answer_verify(call: Call, impl: str, beside: str = "", reach: float = 0.0) -> dict:
+    """The verdict on a candidate; "proved" is the key of the call that was proved in full where it is not the call itself.
+
+    beside, reach   where a quick look finds it so many times as slow as this other candidate, it is not proved: "screened"
+    """
     op, device = discover()[call.op], machine.this_machine().device
     if reason := op.why_not(base(impl), _args(op, call)):
         return {"ok": False, "share": 0.0, "why": f"refused: {reason}"}
+    if beside and (over := slower_by(op, impl, beside, _args(op, call), call.grad)) > reach:
+        why = f"not verified: {over:.1f} times as slow as {beside} at a quick look, so it cannot be chosen"
+        return {"ok": False, "share": 0.0, "why": why, "screened": round(over, 2)}
     proof = replace(call, case=provable(op, dict(call.case), call.dtype))
     verdict = prove(op, impl, call, device)
     answer = {"ok": verdict.ok, "share": round(verdict.share, 4), "why": verdict.why}

@@ -28,11 +28,16 @@ class FolderOptions:
     tokens: int | None = None
     dtype: str = "auto"
     dry_run: bool = False
+    allow: str = ""
+    max_memory: str | None = None
+    plans: bool | None = None
 
     def given(self) -> list[str]:
         """The options, as they are typed, that differ from their defaults."""
         named = {"--batch": self.batch, "--tokens": self.tokens, "--dtype": None if self.dtype == "auto" else self.dtype}
+        named |= {"--allow": self.allow or None, "--max-memory": self.max_memory}
         flags = {"--train": self.train is True, "--infer": self.train is False, "--dry-run": self.dry_run}
+        flags |= {"--plans": self.plans is True, "--no-plans": self.plans is False}
         return [*(k for k, on in flags.items() if on), *(k for k, v in named.items() if v is not None)]
 
 
@@ -226,9 +231,12 @@ def optimized_folder(
     mode = "train" if taken.train else "infer"
     try:
         if options.dry_run:
-            report: Any = preview(taken.model, taken.batch, mode=mode)
+            report: Any = preview(taken.model, taken.batch, mode=mode, lock=lock)
         else:
-            report = optimize(taken.model, taken.batch, mode=mode, lock=lock, seconds=seconds, progress=progress).whet
+            report = optimize(
+                taken.model, taken.batch, mode=mode, lock=lock, seconds=seconds, progress=progress, allow=options.allow,
+                max_memory=options.max_memory,
+            ).whet
     except torch.cuda.OutOfMemoryError:
         raise ValueError(f"optimize: {folder}: out of memory at {taken.rows} x {taken.tokens:,} tokens; use a smaller --batch "
                          "or fewer --tokens") from None
@@ -236,4 +244,25 @@ def optimized_folder(
     said = f"whet optimize {shlex.quote(target)} --{mode} --batch {taken.rows} --tokens {taken.tokens} --dtype {taken.dtype}"
     facts = {"target": folder.resolve().name, "config": lines[0], "batch": [taken.rows, taken.tokens], "dtype": taken.dtype}
     measured = facts | {"weights": taken.weights, "notes": lines} | report.to_record()
+    if wants_plans(options, taken.train):
+        progress("trying the plans of the step", 0, 1)
+        measured["step_plans"] = plans_of(taken, seconds)
+    said += f" --allow {options.allow}" if options.allow else ""
+    said += f" --max-memory {options.max_memory}" if options.max_memory else ""
+    said += " --plans" if "step_plans" in measured else ""
     return f"{said}{' --dry-run' if options.dry_run else ''}", measured, lines
+
+
+def wants_plans(options: FolderOptions, train: bool) -> bool:
+    """Whether the plans of compile_step are tried: asked for, or by default on a GPU."""
+    if options.plans and (not train or options.dry_run):
+        raise ValueError(f"optimize: --plans needs a training step that is run, not {'--dry-run' if train else '--infer'}")
+    return train and not options.dry_run and (torch.cuda.is_available() if options.plans is None else options.plans)
+
+
+def plans_of(taken: FolderModel, seconds: float) -> dict:
+    """The step of the optimised model with AdamW by each plan of compile_step, as a record."""
+    from whet.step_plans import LoopWork, choose
+
+    optimizer = torch.optim.AdamW(taken.model.parameters(), lr=1e-5, capturable=torch.cuda.is_available())
+    return choose(LoopWork(taken.model, (), taken.batch, "train", optimizer), seconds).to_record()

@@ -25,6 +25,17 @@ DryRun = Annotated[bool, typer.Option(
     "--dry-run", help="A folder: find and prove what would be replaced, and time nothing (default off).",
 )]
 
+Allow = Annotated[str, typer.Option(
+    help="A folder: what may change the precision: tf32, float32 products as TF32, on a GPU (default: nothing).",
+)]
+MaxMemory = Annotated[str | None, typer.Option(
+    metavar="SIZE", help="A folder: checkpoint blocks until a step takes no more, 40GiB or 512MiB (default: no limit).",
+)]
+StepPlans = Annotated[bool | None, typer.Option(
+    "--plans/--no-plans", help="A folder: time the optimised step by each plan of compile_step (default: on a GPU).",
+    show_default=False,
+)]
+
 
 def command(
     target: Annotated[str, typer.Argument(metavar="TARGET", help=TARGET_HELP)],
@@ -36,6 +47,9 @@ def command(
     tokens: Tokens = None,
     dtype: Weights = "auto",
     dry_run: DryRun = False,
+    allow: Allow = "",
+    max_memory: MaxMemory = None,
+    plans: StepPlans = None,
     lock: Annotated[str | None, typer.Option(metavar="FILE", help="The lock (default $WHET_LOCK, else whet.lock).")] = None,
     html: Html = None,
     records: Records = "records",
@@ -58,12 +72,13 @@ def command(
     from whet.commands._folder import FolderOptions, is_folder
     from whet.lock import lock_path
 
-    asked = FolderOptions(train, batch, tokens, dtype, dry_run)
+    asked = FolderOptions(train, batch, tokens, dtype, dry_run, allow, max_memory, plans)
     with plain_errors("nothing was begun yet"):
         where, folder = lock_path(lock), is_folder(target)
         if lock is not None or "WHET_LOCK" in os.environ:
             refuse_others_file(where)
         refuse_other_options(folder, asked.given(), precision, again)
+        refuse_values(asked)
         if precision == "tf32" and not torch.cuda.is_available():
             raise ValueError("optimize: --precision tf32 needs a GPU, and there is none here; use float32 or bfloat16")
     before = state(where)
@@ -135,6 +150,16 @@ def refuse_other_options(folder: bool, given: list[str], precision: str, again: 
     if folder and (precision != "float32" or again):
         what = "--again measures plans anew, and a folder has none" if again else "--precision is for plans; use --dtype"
         raise ValueError(f"optimize: {what}")
+
+
+def refuse_values(asked: "FolderOptions") -> None:
+    """ValueError where --allow or --max-memory has a value that optimize() does not take."""
+    from whet.swap._begin import allowed
+    from whet.swap._memory import bytes_of
+
+    allowed(asked.allow)
+    if asked.max_memory is not None:
+        bytes_of(asked.max_memory)
 
 
 def show(result: dict, lock: Path | None) -> None:

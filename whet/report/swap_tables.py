@@ -10,7 +10,10 @@ from whet.figures import ms
 from whet.race import FASTEST
 from whet.report.cells import number
 from whet.report.table import Column, Table, columns
+from whet.swap._begin import ALLOWED
+from whet.swap._memory import line as memory_line
 
+PLANS = (Column("plan"), *columns("step ms", "as it is, ms", form=ms), Column("speed-up", "{:.2f}x", 1), Column("note"))
 WIDTH = 160  # letters, where there is no terminal and COLUMNS says nothing
 STEPS = {"train": "training step", "forward": "forward"}
 GROUPS = (
@@ -38,12 +41,14 @@ def impl(g: dict) -> str:
 
 def note(m: dict, g: dict) -> str:
     """Whether the group was replaced, and why or why not."""
-    if m.get("dry_run"):
+    if m.get("dry_run") and not g.get("decided"):
         return "can be replaced"
-    done, why = bool(g.get("replaced")), g.get("why") or ""
+    done, why = bool(g.get("would_be") if m.get("dry_run") else g.get("replaced")), g.get("why") or ""
+    by = f" (the lock's, {g['decided']})" if g.get("decided") else ""
     if why == FASTEST:
         why = "" if done or (g.get("speedup") or 0.0) > 1 else "it is faster as it was"
-    return f"{'replaced' if done else 'left'}{': ' if why else ''}{why}"
+    would = "would be " if m.get("dry_run") else ""
+    return f"{would}{'replaced' if done else 'left'}{': ' if why else ''}{why}{by}"
 
 
 def left_table(m: dict) -> Table:
@@ -61,13 +66,45 @@ def whole(m: dict) -> str:
     before, after = number(m.get("before_ms")), number(m.get("after_ms"))
     if not before or not after:
         return ""
-    step = STEPS.get(m.get("kind") or "", "step")
-    return f"{step}: {ms(before)} ms before, {ms(after)} ms after, {before / after:.2f}x"
+    step, batches = STEPS.get(m.get("kind") or "", "step"), m.get("batches") or []
+    if m.get("optimizer"):
+        step = f"{step} with {m['optimizer']}"
+    if len(batches) < 2:
+        return f"{step}: {change(before, after)}"
+    return "; ".join(f"{step} at {b['batch']}: {change(b['before_ms'], b['after_ms'])}" for b in batches)
+
+
+def change(before: float, after: float) -> str:
+    return f"{ms(before)} ms before, {ms(after)} ms after, {before / after:.2f}x"
 
 
 def parts(m: dict) -> Iterator[Table | str]:
     """All of it, in the order in which it is shown; what is empty is left out."""
-    yield from (part for part in (groups_table(m), left_table(m), whole(m), m.get("note") or "") if part)
+    plans = plans_table(m) if m.get("step_plans") else ""
+    lines = [f"allowed: {ALLOWED[name]}" for name in m.get("allow") or [] if name in ALLOWED]
+    lines += [*([memory_line(m["memory"])] if m.get("memory") else []), *(m.get("lock_lines") or [])]
+    yield from (part for part in (groups_table(m), left_table(m), whole(m), m.get("note") or "", *lines, plans) if part)
+
+
+def plans_table(m: dict) -> Table:
+    """The step of the optimised model by each plan of compile_step."""
+    found = m["step_plans"]
+    table = Table("the step with its optimizer, by plan of compile_step", PLANS)
+    for p in found["plans"]:
+        name, why = p.get("name"), p.get("why") or ""
+        table.add(name, p.get("ms"), p.get("before_ms"), p.get("speedup"), why, marked=name == found["chosen"])
+    return table
+
+
+def plan_bars(m: dict) -> list[dict]:
+    """Each plan's step as a bar, the step as it is first."""
+    found = m.get("step_plans") or {}
+    timed = [p for p in found.get("plans", ()) if number(p.get("ms"))]
+    longest = max((p["ms"] for p in timed), default=1.0)
+    return [
+        {"name": p["name"], "width": round(100 * p["ms"] / longest, 2), "ms": ms(p["ms"]),
+         "chosen": p["name"] == found["chosen"]} for p in timed
+    ]
 
 
 def show(console: Console, m: dict) -> None:
@@ -89,7 +126,8 @@ def sentence(m: dict) -> str:
     count = sum(g.get("modules") or 0 for g in m.get("groups") or [] if g.get("replaced") or m.get("dry_run"))
     modules = f"{count:,} module{'s' * (count != 1)}"
     if m.get("dry_run"):
-        return f"{modules} can be replaced; nothing was timed."
+        known = sum(bool(g.get("decided")) for g in m.get("groups") or [])
+        return f"{modules} can be replaced; {f'times of {known} groups are from the lock' if known else 'nothing was timed'}."
     return f"{modules} replaced. {whole(m).capitalize()}".rstrip(". ") + "."
 
 
@@ -108,4 +146,5 @@ def view(m: dict) -> dict | None:
         for name, g in zip(names, timed)
     ]
     wide = min(48, max(map(len, names), default=0) + 2)
-    return {"bars": bars, "wide": wide, "whole": whole(m), "groups": groups_table(m), "left": left_table(m)}
+    return {"bars": bars, "wide": wide, "whole": whole(m), "groups": groups_table(m), "left": left_table(m),
+            "plan_bars": plan_bars(m), "plans": plans_table(m) if m.get("step_plans") else None}

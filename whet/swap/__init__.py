@@ -50,8 +50,9 @@ class Site:
     serves   serves(module) -> whether the replacement was what ran, asked after a run; None: it always is
     drops    "": nothing; else the logits are None afterwards: "unless kept", or only where that is "asked" for
     unasked  the reason to leave it where a run of it asks for no op at all: it took its own way out
-    asks     False: it is not meant to ask for any op, as where a product is padded; `serves` then says whether it ran
+    asks     False: it is meant to ask for no op, as where a product is padded; `serves` then says whether it ran
     form     the name of what `edits` does, where there is more to say than words and ops do: "padded to 1408"
+    alone    False: it is proved and timed with all the others only, as what changes no result and saves work elsewhere
     forms    {name: edits} of other forms; each is proved for itself, and the fastest is used. The simplest first
     """
 
@@ -65,6 +66,7 @@ class Site:
     unasked: str = "on this batch it comes to no op that could be replaced"
     kind: str = ""
     asks: bool = True
+    alone: bool = True
     form: str = ""
     forms: dict[str, Edits] = field(default_factory=dict)
 

@@ -1,6 +1,7 @@
 """A function in whose eyes a few global names mean something else: how one module's forward calls an op of whet."""
 
 import dis
+import functools
 import types
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -13,9 +14,14 @@ def plain_function(method: Any) -> types.FunctionType | None:
     function = getattr(method, "__func__", None)
     if not isinstance(function, types.FunctionType):
         return None
-    used = [(i.opname, i.argval) for i in dis.get_instructions(function)]
-    out = any(op in ("STORE_GLOBAL", "DELETE_GLOBAL") or (op, name) == ("LOAD_GLOBAL", "__name__") for op, name in used)
-    return None if out else function
+    return None if needs_its_globals(function.__code__) else function
+
+
+@functools.cache
+def needs_its_globals(code: types.CodeType) -> bool:
+    """Whether it sets a global, or asks for its __name__."""
+    used = [(i.opname, i.argval) for i in dis.get_instructions(code)]
+    return any(op in ("STORE_GLOBAL", "DELETE_GLOBAL") or (op, name) == ("LOAD_GLOBAL", "__name__") for op, name in used)
 
 
 def methods_naming(module: nn.Module, name: str) -> Iterator[str]:

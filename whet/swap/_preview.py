@@ -6,15 +6,33 @@ from typing import Any
 from torch import nn
 
 from whet.choices import Choices
-from whet.swap._optimize import Optimized, begun, grouped
+from whet.lock import Lock
+from whet.swap._groups import grouped
+from whet.swap._kept import Decisions
+from whet.swap._optimize import Optimized, begun
 from whet.swap._replace import recognise
 
 
-def preview(model: nn.Module, batch: Any, *, mode: str | None = None, loss: Callable | None = None) -> Optimized:
-    """The report that optimize() would begin with. Takes its arguments; the model is afterwards as it was before it."""
-    with begun(model, batch, mode, loss) as (report, _, call):
-        report.dry, report.replaced = True, recognise(model, call, Choices())
-    report.groups = grouped(report.replaced.sites)
-    count = len(report.replaced.sites)
-    report.note = f"dry run: {count} module{'s' * (count != 1)} can be replaced; nothing was replaced and nothing was timed"
+def preview(
+    model: nn.Module, batch: Any, *, mode: str | None = None, loss: Callable | None = None, lock: Lock | None = None
+) -> Optimized:
+    """The report that optimize() would begin with. Takes its arguments; the model is afterwards as it was before it.
+
+    lock   whose times of these groups are shown, where it has them
+    """
+    with begun(model, batch, mode, loss) as (report, works, calls):
+        report.dry, report.replaced = True, recognise(model, calls[0], Choices())
+        report.groups = grouped(report.replaced.sites)
+        decided = Decisions(lock or Lock.read(), model, calls, works[0].kind, (None, "", ()))
+        decided.find([site for site, _ in report.replaced.sites])
+        for group in report.groups:
+            group.recall(decided.of(group))
+        if whole := decided.whole([g for g in report.groups if g.replaced]):
+            report.before_ms, report.after_ms, report.batches = whole["before_ms"], whole["after_ms"], whole["batches"]
+    count = sum(len(g.sites) for g in report.groups if g.replaced)
+    known = [g.decided for g in report.groups if g.decided]
+    timed = "nothing was timed"
+    if known:
+        timed = f"times of {len(known)} of {len(report.groups)} groups are the lock's, of {max(known)}"
+    report.note = f"dry run: {count} module{'s' * (count != 1)} can be replaced; nothing was replaced and {timed}"
     return report

@@ -55,7 +55,12 @@ def close(got: Any, want: torch.Tensor, share: float) -> bool:
 
 def copied(module: nn.Module, dtype: torch.dtype, own: torch.dtype | None = None) -> nn.Module:
     """A copy in another dtype, with its own config, modes as they are. Packed weights stay, their linears compute in `own`."""
-    twin = copy.deepcopy(module)._apply(lambda t: t.to(dtype) if is_plain(t) else t)
+    made: dict[int, Any] = {}  # each tensor is copied once, in the dtype that it is to have
+    for t in (*module.parameters(), *module.buffers()):
+        if is_plain(t):
+            new = t.detach().to(dtype, copy=True)
+            made[id(t)] = nn.Parameter(new, t.requires_grad) if isinstance(t, nn.Parameter) else new
+    twin = copy.deepcopy(module, made)._apply(lambda t: t.to(dtype) if is_plain(t) else t)
     if own is not None and own != dtype:
         keep_packed(twin, own)
     return twin

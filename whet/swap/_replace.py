@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.utils._pytree import tree_map
+from torch.utils._pytree import tree_flatten, tree_map
 
 from whet.choices import Choices
 from whet.figures import error_line
@@ -16,6 +16,7 @@ from whet.swap import Edit, Journal, Left, Met, Site, discover
 from whet.swap._proof import prove_forms, random_kept
 
 ROWS, LENGTH = 2, 48  # of the batch that the proof runs on at most
+Known = Callable[[list[Site], dict[str, Met], Choices], dict[int, Verdict]]
 
 
 @dataclass
@@ -41,6 +42,25 @@ class Replaced:
 
     def restore(self) -> None:
         self.journal.undo()
+
+
+def as_calls(batch: Any) -> list[Met]:
+    """The calls of one batch, or of several: a list of mappings or of tuples is several. The largest comes first."""
+    several = isinstance(batch, list) and batch and (
+        all(isinstance(b, Mapping) for b in batch) or all(isinstance(b, tuple) for b in batch)
+    )
+    return sorted(map(as_call, batch), key=elements, reverse=True) if several else [as_call(batch)]
+
+
+def elements(call: Met) -> int:
+    """Of all tensors of a call."""
+    return sum(t.numel() for t in tree_flatten((call.args, call.kwargs))[0] if isinstance(t, torch.Tensor))
+
+
+def size_of(call: Met) -> str:
+    """'4 x 2,048': the first tensor that has sizes."""
+    tensors = [t for t in tree_flatten((call.args, call.kwargs))[0] if isinstance(t, torch.Tensor) and t.dim()]
+    return " x ".join(f"{n:,}" for n in tensors[0].shape) if tensors else "no tensor"
 
 
 def as_call(batch: Any) -> Met:
@@ -125,12 +145,33 @@ def quiet(model: nn.Module) -> Iterator[None]:
 
 
 def recognise(
-    model: nn.Module, call: Met, ops: Choices, only: tuple[str, ...] = (), keep_logits: bool | None = None
+    model: nn.Module, call: Met, ops: Choices, only: tuple[str, ...] = (), keep_logits: bool | None = None,
+    known: Known = lambda sites, seen, ops: {},
 ) -> Replaced:
-    """Find and prove, without changing the model. only: names of recognisers; keep_logits as optimize() takes it."""
+    """Find and prove, without changing the model.
+
+    only   names of recognisers; keep_logits as optimize() takes it
+    known  known(sites, what modules met, ops) -> {id of a site: its verdict} of those that need no proof of their own
+    """
     found, seen = Replaced(model), met_in(model, cut(call))
     with uncached(model):
-        _recognise(model, seen, ops, only, found, keep_logits)
+        sites = _proposed(model, seen, only, found, keep_logits)
+        verdicts = known(sites, seen, ops)
+        for site in sites:
+            if id(site) in verdicts:
+                found.sites.append((site, verdicts[id(site)]))
+                continue
+            if not site.alone:
+                found.sites.append((site, Verdict(True, 0.0, float("inf"))))
+                continue
+            proofs = prove_forms(site, seen[site.path], ops)
+            right = {form: v for form, v in proofs.items() if v.ok}
+            if right:
+                found.sites.append((site.with_forms(right), max(right.values(), key=lambda v: v.share)))
+            for form, verdict in proofs.items():
+                if not verdict.ok:
+                    words = f"{site.words}, {form}" if form and len(proofs) > 1 else site.words
+                    found.left.append(Left(site.path, f"{words}: {verdict.why}", site.kind))
     return found
 
 
@@ -140,9 +181,11 @@ def drops_too_much(site: Site, keep_logits: bool | None) -> str | None:
     return f"{site.words}: the model's logits are kept; with optimize(keep_logits=False) they may be None in training"
 
 
-def _recognise(
-    model: nn.Module, seen: dict[str, Met], ops: Choices, only: tuple[str, ...], found: Replaced, keep_logits: bool | None
-) -> None:
+def _proposed(
+    model: nn.Module, seen: dict[str, Met], only: tuple[str, ...], found: Replaced, keep_logits: bool | None
+) -> list[Site]:
+    """What every recogniser would replace, not yet proved; what it leaves is noted."""
+    sites = []
     for name, find in discover().items():
         if only and name not in only:
             continue
@@ -158,11 +201,5 @@ def _recognise(
             if why := drops_too_much(item, keep_logits):
                 found.left.append(Left(item.path, why, name))
                 continue
-            verdicts = prove_forms(item, seen[item.path], ops)
-            right = {form: v for form, v in verdicts.items() if v.ok}
-            if right:
-                found.sites.append((replace(item.with_forms(right), kind=name), max(right.values(), key=lambda v: v.share)))
-            for form, verdict in verdicts.items():
-                if not verdict.ok:
-                    words = f"{item.words}, {form}" if form and len(verdicts) > 1 else item.words
-                    found.left.append(Left(item.path, f"{words}: {verdict.why}", name))
+            sites.append(replace(item, kind=name))
+    return sites

@@ -1,0 +1,81 @@
+"""tune(reach=): what a quick look finds far slower than the stock call is not proved, and its entry says so."""
+
+import time
+
+import pytest
+from conftest import without
+
+import whet.tune
+from whet.lock import Lock
+from whet.op import Call, Impl, discover
+from whet.tune import Work
+from whet.worker import answer_verify
+
+OP = discover()["rms_norm"]
+CALL = Call("rms_norm", {"M": 8, "N": 32, "layout": "contiguous"}, "float32", True)
+
+
+def slow(x, w, eps=1e-6):
+    time.sleep(0.005)
+    return OP.reference(x, w, eps)
+
+
+def broken(x, w, eps=1e-6):
+    raise RuntimeError("planted")
+
+
+@pytest.fixture
+def planted(monkeypatch):
+    with without(*(set(OP.impls) - {"eager", "torch"})):
+        monkeypatch.setitem(OP.impls, "slow", Impl(slow))
+        yield
+
+
+@pytest.mark.usefixtures("planted")
+def test_a_candidate_far_slower_than_the_stock_call_is_not_proved_and_one_within_reach_is():
+    out = answer_verify(CALL, "slow", "torch", 1.5)
+    assert not out["ok"] and out["screened"] > 1.5
+    assert "times as slow as torch at a quick look, so it cannot be chosen" in out["why"]
+    assert answer_verify(CALL, "slow", "torch", 1e9)["ok"] and answer_verify(CALL, "slow")["ok"]
+
+
+@pytest.mark.usefixtures("planted")
+def test_where_the_stock_call_does_not_run_the_others_are_proved(monkeypatch):
+    monkeypatch.setitem(OP.impls, "torch", Impl(broken))
+    assert answer_verify(CALL, "slow", "torch", 1.5)["ok"]
+
+
+def verified(monkeypatch, lock: Lock, reach: float | None, stock_ok: bool = True) -> dict[str, list]:
+    """{candidate: the looks that were asked for} of a verification of CALL."""
+    asked: dict[str, list] = {}
+
+    def answer(worker, call, name, limit_s, **screen):
+        asked.setdefault(name, []).append(screen)
+        ok = name != "torch" or stock_ok
+        return {"ok": False, "share": 0.0, "why": "slow", "screened": 3.0} if screen else {"ok": ok, "share": 0.1, "why": ""}
+
+    monkeypatch.setattr(whet.tune, "_ask_verify", answer)
+    monkeypatch.setattr("whet.worker.Worker.start", lambda self: None)
+    work = Work([(CALL, 1)], lock, ("eager",), lambda *step: None, 1.0, None, True, reach)
+    work.start()
+    work.verify_rest()
+    return asked
+
+
+@pytest.mark.usefixtures("planted")
+def test_only_the_others_are_looked_at_and_a_tuning_in_full_proves_what_was_left_out(monkeypatch):
+    lock = Lock()
+    asked = verified(monkeypatch, lock, 1.5)
+    assert asked == {"eager": [{}], "torch": [{}], "slow": [{"beside": "torch", "reach": 1.5}]}
+    entry = lock.calls[f"{CALL.key} @ eager"]
+    assert entry["candidates"]["slow"]["screened"] == 3.0
+    assert verified(monkeypatch, lock, 1.5) == {}, "what was found is kept"
+    assert verified(monkeypatch, lock, None) == {"slow": [{}]} and entry["candidates"]["slow"]["ok"]
+
+
+@pytest.mark.usefixtures("planted")
+def test_what_was_left_out_for_a_stock_call_that_is_wrong_is_proved_after_all(monkeypatch):
+    lock = Lock()
+    asked = verified(monkeypatch, lock, 1.5, stock_ok=False)
+    assert asked["slow"] == [{"beside": "torch", "reach": 1.5}, {}]
+    assert lock.calls[f"{CALL.key} @ eager"]["candidates"]["slow"]["ok"]

@@ -1,0 +1,174 @@
+"""Groups of like sites: what calls they make, and each timed against the module as it was."""
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+import torch
+from torch import nn
+
+from whet.choices import Choices, Recorder
+from whet.figures import error_line
+from whet.judge import Verdict
+from whet.measure import race
+from whet.op import discover
+from whet.race import Timing
+from whet.swap import Journal, Met, Site
+from whet.swap._proof import cast, floating, upstream
+from whet.swap._replace import Replaced, uncached
+from whet.workload import Workload
+
+BEFORE, AFTER = "before", "after"
+
+
+@dataclass
+class SiteGroup:
+    """Like sites: one kind, one formula, one size. They are timed by their first, and replaced or left together."""
+
+    kind: str
+    words: str
+    sites: list[tuple[Site, Verdict]]
+    before_ms: float | None = None
+    after_ms: float | None = None
+    why: str = ""
+    replaced: bool = True
+    impls: dict[str, str] = field(default_factory=dict)  # {op: the candidate that serves it}
+    forms_ms: dict[str, float] = field(default_factory=dict)  # {form: its time}, of every form that ran
+
+    @property
+    def form(self) -> str:
+        """Of the forms of its sites, the one that is used, or all between which no race has chosen."""
+        return " or ".join(s.form for s in self.sites[0][0].in_each_form() if s.form)
+
+    def use(self, form: str, impls: dict[str, str]) -> None:
+        self.sites, self.impls = [(s.with_forms((form,)), v) for s, v in self.sites], impls
+    decided: str = ""  # the day of the lock's decision; empty: it was timed now
+
+    @property
+    def share(self) -> float:
+        """Of the error budget, the most that a site used."""
+        return max(v.share for _, v in self.sites)
+
+    def recall(self, entry: dict | None) -> None:
+        """What the lock decided of it, if it did."""
+        if entry is not None:
+            self.before_ms, self.after_ms, self.why = entry["before_ms"], entry["after_ms"], entry["why"]
+            self.replaced, self.decided = entry["replaced"], entry["date"]
+            self.use(entry.get("form", self.sites[0][0].form), dict(entry.get("impls", {})))
+
+    def to_record(self) -> dict:
+        return {
+            "kind": self.kind, "what": self.words, "modules": len(self.sites), "paths": [s.path for s, _ in self.sites],
+            "impls": self.impls, "form": self.form, "forms_ms": self.forms_ms, "share": self.share,
+            "before_ms": self.before_ms, "after_ms": self.after_ms,
+            "speedup": ratio(self.before_ms, self.after_ms), "why": self.why, "decided": self.decided,
+        }
+
+
+def ratio(before: float | None, after: float | None) -> float | None:
+    return before / after if before and after else None
+
+
+def recorded(found: Replaced, works: list[Workload]) -> Recorder:
+    """The calls that the replacements make at every batch, each site in every one of its forms."""
+    recorder = Recorder()
+    for nth in range(max(1 + len(s.forms) for s, _ in found.sites)):
+        formed = [(s.in_each_form()[min(nth, len(s.forms))], v) for s, v in found.sites]
+        found.ask(recorder, formed)
+        with torch.set_grad_enabled(works[0].kind == "train"), uncached(found.model):
+            for work in works:
+                work.forward()
+        found.restore()
+    return recorder
+
+
+def grouped(sites: list[tuple[Site, Verdict]]) -> list[SiteGroup]:
+    found: dict[tuple, SiteGroup] = {}
+    for site, verdict in sites:
+        key = site.kind, site.words, type(site.module), site.form, *site.forms
+        found.setdefault(key, SiteGroup(site.kind, site.words, [])).sites.append((site, verdict))
+    return list(found.values())
+
+
+def stepper(module: nn.Module, call: Met, train: bool) -> Callable:
+    """Runs a module on what it met: forward, and backward where the model is trained."""
+    dtype = next((t.dtype for t in floating((call.args, call.kwargs)).values()), torch.float32)
+    args, kwargs = cast(call.args, dtype), cast(call.kwargs, dtype)
+    leaves = [*(t for t in floating((args, kwargs)).values() if t.requires_grad), *module.parameters()]
+    grads: dict[int, torch.Tensor] = {}
+
+    def run():
+        for t in leaves:
+            t.grad = None
+        with torch.set_grad_enabled(train):
+            out = module(*args, **kwargs)
+        outs = [t for t in floating(out).values() if t.requires_grad] if train else []
+        if outs:
+            for i in range(len(grads), len(outs)):  # made once: making them takes longer than the module
+                grads[i] = upstream(outs[i])
+            torch.autograd.backward(outs, [grads[i] for i in range(len(outs))])
+
+    return run
+
+
+def toggled(site: Site, ops: Choices, run: Callable) -> Callable:
+    """The run with the site's edits in place, made once: making them is no part of what is timed."""
+    edits, journal = site.edits(site.module, ops), Journal()
+
+    def both():
+        try:
+            journal.make(edits)
+            return run()
+        finally:
+            journal.undo()
+
+    return both
+
+
+def serving(site: Site, run: Callable, ops: Choices) -> dict[str, str]:
+    """{op: candidate} of what the site's replacement asks for in one run."""
+    recorder = Recorder()
+    toggled(site, recorder, run)()
+    return {call.op: ops.pick(discover()[call.op], call) for call, _ in recorder.calls.values()}
+
+
+def served_forms(site: Site, run: Callable, ops: Choices) -> tuple[dict[str, tuple[Site, dict[str, str]]], str]:
+    """{form, or AFTER: (the site in it, what serves it)} of those that run on the whole batch; why another did not."""
+    found, why = {}, ""
+    for one in site.in_each_form():
+        try:
+            found[one.form or AFTER] = one, serving(one, run, ops)
+        except Exception as e:
+            why = f"it could not be timed: {error_line(e)}"
+    return found, why
+
+
+def _time_group(group: SiteGroup, work: Workload, met: dict[str, Met], ops: Choices, seconds: float) -> None:
+    """Every form of the group's first site against the module as it is; the group takes the form that was chosen."""
+    site = group.sites[0][0]
+    run = work.step if not site.path else stepper(site.module, met[site.path], work.kind == "train")
+    forms, group.why = served_forms(site, run, ops)
+    runs = {BEFORE: run} | {name: toggled(one, ops, run) for name, (one, _) in forms.items()}
+    try:
+        raced = race(runs, keep=BEFORE, seconds=seconds) if forms else None
+    except Exception as e:
+        raced, group.why = None, f"it could not be timed: {error_line(e)}"
+    if raced is None:
+        group.replaced = False
+        return
+    times, found = raced.timings, raced.outcome
+    chosen, group.why = found.chosen, found.why
+    if chosen == BEFORE:
+        leaner = {n: mib for n in forms if not found.ratios[n].slower and (mib := saves(times[BEFORE], times[n])) is not None}
+        group.replaced = found.tied and bool(leaner)
+        chosen = min(leaner, key=lambda n: leaner[n]) if group.replaced else min(forms, key=lambda n: found.ratios[n].value)
+        group.why += ", and takes less memory" * group.replaced
+    group.use(forms[chosen][0].form, forms[chosen][1])
+    group.before_ms, group.after_ms = times[BEFORE].ms, times[chosen].ms
+    group.forms_ms = {name: times[name].ms for name in forms}
+
+
+def saves(before: Timing, after: Timing) -> float | None:
+    """The memory that it takes, in MiB, where that is surely less than before."""
+    if before.peak_mib is None or after.peak_mib is None or not after.peak_mib < 0.95 * before.peak_mib:
+        return None
+    return after.peak_mib

@@ -1,0 +1,256 @@
+"""What optimize() decided, kept in the lock: per group of like modules and per model, found again by what they rest on.
+
+A group is found by its kind and words, the class and the sources of its modules, their sizes and modes, what the first of
+them met at the full batch, the settings of the process and the sources of the recognisers. A decision that holds spares
+timing; it never spares proof: of every kind of like modules one is proved anew, and then all replacements together.
+"""
+
+import datetime
+import functools
+import hashlib
+import inspect
+from collections.abc import Hashable, Iterable
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, cast
+
+import torch
+from torch import nn
+from torch.utils._pytree import tree_flatten_with_path
+
+from whet.choices import Choices
+from whet.figures import error_line
+from whet.judge import Verdict
+from whet.lock import Lock
+from whet.op import Call, base, discover
+from whet.source import fingerprint
+from whet.swap import Met, Site
+from whet.swap._proof import prove
+from whet.swap._replace import met_in
+from whet.tune import save_swaps
+
+if TYPE_CHECKING:
+    from whet.swap._groups import SiteGroup
+    from whet.swap._optimize import Optimized
+
+PLAIN = (bool, int, float, str, type(None), torch.dtype)
+PLACE = "layer_idx"  # where a module stands: like modules differ in it
+GroupName = tuple[str, str, type]
+
+
+def digest(*facts: Any) -> str:
+    return hashlib.sha256(repr(facts).encode()).hexdigest()[:16]
+
+
+@functools.cache
+def recognisers() -> str:
+    """The sources of what finds and judges."""
+    here = Path(__file__).parent
+    return digest(*(p.read_bytes() for p in (*sorted(here.glob("*.py")), here.parent / "judge.py")))
+
+
+@functools.cache
+def source_of(cls: Hashable) -> str:
+    """A hash of what a class computes: the source of its forward, or its code where there is none to read."""
+    forward = cast(type[nn.Module], cls).forward
+    try:
+        return digest(inspect.getsource(forward))
+    except (OSError, TypeError):
+        code = getattr(forward, "__code__", None)
+        return digest(code.co_code, code.co_names, code.co_consts) if code is not None else str(cls)
+
+
+def facts_of(call: Met) -> tuple:
+    """Sizes, layouts and dtypes of a call's tensors, and its plain values."""
+    found = []
+    for where, x in tree_flatten_with_path((call.args, call.kwargs))[0]:
+        if isinstance(x, torch.Tensor):
+            fact: Any = (tuple(x.shape), x.stride(), str(x.dtype), x.device.type, x.requires_grad)
+        else:
+            fact = x if isinstance(x, PLAIN) else type(x).__qualname__
+        found.append((str(where), fact))
+    return tuple(found)
+
+
+def form_of(module: nn.Module) -> str:
+    """A hash of all of a module but its weights' values and its place: what is equal here is computed alike."""
+    facts = []
+    for path, m in module.named_modules():
+        tensors = (*m.named_parameters(recurse=False), *m.named_buffers(recurse=False))
+        facts.append((
+            path, f"{type(m).__module__}.{type(m).__qualname__}", source_of(cast(Hashable, type(m))), "forward" in vars(m),
+            bool(m._forward_hooks or m._forward_pre_hooks or m._backward_hooks),
+            [(n, tuple(t.shape), str(t.dtype), t.requires_grad) for n, t in tensors],
+            [(k, v) for k, v in sorted(vars(m).items()) if isinstance(v, PLAIN) and k != PLACE],
+        ))
+    return digest(facts)
+
+
+def settings(device: str) -> tuple:
+    """What the process is set to that changes times or results."""
+    autocast = str(torch.get_autocast_dtype(device)) if torch.is_autocast_enabled(device) else ""
+    return torch.get_float32_matmul_precision(), autocast
+
+
+def stale(entry: dict) -> str:
+    """Why what an entry rests on is no longer what is here; empty where it is."""
+    ops = discover()
+    for name, impl in entry.get("impls", {}).items():
+        if name not in ops or base(impl) not in ops[name].impls:
+            return f"{name}/{impl} is no longer there"
+        if entry.get("sources", {}).get(name) != fingerprint(ops[name], impl):
+            return f"{name}/{impl} was edited since"
+    return ""
+
+
+def name_of(site: Site) -> GroupName:
+    """Sites of one name are like sites, which are timed by their first."""
+    return site.kind, site.words, type(site.module)
+
+
+class Decisions:
+    """The lock's decisions on the groups of one model at one size, those that hold and those that do not.
+
+    calls   what the model is given: the largest batch first
+    """
+
+    def __init__(self, lock: Lock, model: nn.Module, calls: list[Met], kind: str, around: tuple = ()):
+        self.lock, self.model, self.calls, self.kind = lock, model, calls, kind
+        device = next((p.device.type for p in model.parameters()), "cpu")
+        self.around = (*around, settings(device), kind, recognisers())
+        self.keys: dict[GroupName, str] = {}
+        self.held: dict[GroupName, dict] = {}
+        self.counts: dict[GroupName, int] = {}
+        self.ignored: dict[str, str] = {}  # key: why the lock's entry does not count
+        self.proved = 0
+        self.timed_whole = True
+
+    def find(self, sites: Iterable[Site]) -> dict[GroupName, list[Site]]:
+        """Sites by group; the keys of their entries, and the entries that hold."""
+        named: dict[GroupName, list[Site]] = {}
+        for site in sites:
+            named.setdefault(name_of(site), []).append(site)
+        heads = {like[0].path for like in named.values()}
+        with torch.no_grad():
+            met = [met_in(self.model, call, heads) for call in self.calls] if named else []
+        self.keys, self.held, self.counts = {}, {}, {name: len(like) for name, like in named.items()}
+        for name, like in named.items():
+            seen = [facts_of(m[like[0].path]) for m in met if like[0].path in m]
+            forms = sorted({form_of(s.module) for s in like})
+            key = self.keys[name] = f"{name[0]}: {name[1]} in {name[2].__name__} {digest(forms, seen, self.around)}"
+            entry = self.lock.swaps.get(key)
+            if entry is None or key in self.ignored:
+                continue
+            if why := stale(entry):
+                self.ignored[key] = why
+            else:
+                self.held[name] = entry
+        return named
+
+    def verdicts(self, sites: list[Site], seen: dict[str, Met], ops: Choices) -> dict[int, Verdict]:
+        """{id of a site: its verdict} where a decision holds: one of each kind of like modules is proved anew.
+
+        What is to be left as it is needs no proof; a site that is the whole model is proved with all the others.
+        """
+        found: dict[int, Verdict] = {}
+        self.proved = 0
+        for name, like in self.find(sites).items():
+            entry = self.held.get(name)
+            if entry is None:
+                continue
+            firsts = {form_of(s.module): s for s in reversed(like)} if entry["replaced"] and like[0].path else {}
+            why = next((w for s in firsts.values() if (w := self._fault(s, seen, ops))), "")
+            if why:
+                self.ignore(name, f"of {like[0].path} it does not hold: {why}")
+                continue
+            found |= {id(s): Verdict(True, entry.get("share", 0.0), 1.0) for s in like}
+        return found
+
+    def _fault(self, site: Site, seen: dict[str, Met], ops: Choices) -> str:
+        self.proved += 1
+        try:
+            verdict = prove(self.formed(site), seen[site.path], ops)
+        except Exception as e:
+            return error_line(e)
+        return "" if verdict.ok else verdict.why
+
+    def formed(self, site: Site) -> Site:
+        """The site in the form that was decided for its group."""
+        form = self.held[name_of(site)].get("form", site.form)
+        return site.with_forms((form,)) if any(s.form == form for s in site.in_each_form()) else site
+
+    def ignore(self, name: GroupName, why: str) -> None:
+        """From now on this entry does not count."""
+        self.ignored[self.keys[name]] = why
+        self.held.pop(name, None)
+
+    def ignore_all(self, why: str) -> None:
+        for name in list(self.held):
+            self.ignore(name, why)
+
+    def disagree(self, calls: Iterable[Call], ops: Choices) -> bool:
+        """Whether a decision was taken with another candidate than serves its op now; such ones are ignored from now on."""
+        picked: dict[str, set[str]] = {}
+        for call in calls:
+            picked.setdefault(call.op, set()).add(ops.pick(discover()[call.op], call))
+        for name, entry in list(self.held.items()):
+            for op, impl in entry.get("impls", {}).items():
+                if impl not in picked.get(op, ()):
+                    self.ignore(name, f"it was timed with {op}/{impl}, which is not what serves it now")
+                    break
+            else:
+                continue
+            return True
+        return False
+
+    def of(self, group: "SiteGroup") -> dict | None:
+        """The decision on a group, where it holds."""
+        return self.held.get(name_of(group.sites[0][0]))
+
+    def whole_key(self, groups: list["SiteGroup"]) -> str:
+        """Of the whole model with these groups replaced."""
+        parts = sorted((self.keys[name_of(g.sites[0][0])], len(g.sites)) for g in groups)
+        form = digest(form_of(self.model), parts, [facts_of(c) for c in self.calls], self.around)
+        return f"model: {type(self.model).__name__}, {sum(len(g.sites) for g in groups)} modules {form}"
+
+    def whole(self, groups: list["SiteGroup"]) -> dict | None:
+        """The whole model's decision, where those of all these groups hold."""
+        if not groups or not all(self.of(g) for g in groups):
+            return None
+        entry = self.lock.swaps.get(key := self.whole_key(groups))
+        if entry is None or key in self.ignored or len(entry.get("batches", ())) != len(self.calls):
+            return None
+        self.timed_whole = False
+        return entry
+
+    def save(self, report: "Optimized", whole: dict | None, key: str) -> None:
+        """What was decided now goes to the lock. A group of which a module failed its proof does not: it is proved in full."""
+        date, made = datetime.datetime.now(datetime.timezone.utc).date().isoformat(), {}
+        for group in report.groups:
+            name = name_of(group.sites[0][0])
+            if name in self.held or name not in self.keys or self.counts[name] != len(group.sites) or group.before_ms is None:
+                continue
+            sources = {op: fingerprint(discover()[op], impl) for op, impl in group.impls.items()}
+            made[self.keys[name]] = {
+                "what": f"{group.kind}: {group.words}", "date": date, "replaced": group.replaced, "share": group.share,
+                "before_ms": group.before_ms, "after_ms": group.after_ms, "why": group.why, "impls": group.impls,
+                "form": group.form, "sources": sources,
+            }
+        if whole is not None:
+            made[key] = whole | {"date": date}
+        if made:
+            save_swaps(self.lock, made)
+
+    def lines(self) -> list[str]:
+        """What came from the lock, and which of its entries were ignored."""
+        found = []
+        if self.held:
+            dates = sorted({e["date"] for e in self.held.values()})
+            when = dates[0] if len(dates) == 1 else f"{dates[0]} to {dates[-1]}"
+            rest = len(self.held) < len(self.keys) or self.timed_whole
+            found.append(
+                f"decisions on {len(self.held)} of {len(self.keys)} groups are the lock's, of {when}: one module of each that "
+                f"is replaced was proved anew ({self.proved} proofs), then all of them together; "
+                f"{'the rest was timed now' if rest else 'nothing was timed'}"
+            )
+        ignored = {key.rpartition(" ")[0]: why for key, why in self.ignored.items()}
+        return found + [f"the lock's decision on {what} was ignored: {why}" for what, why in ignored.items()]
