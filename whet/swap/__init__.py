@@ -46,6 +46,7 @@ class Site:
     serves   serves(module) -> whether the replacement was what ran, asked after a run; None: it always is
     drops    "": nothing; else the logits are None afterwards: "unless kept", or only where that is "asked" for
     unasked  the reason to leave it where a run of it asks for no op at all: it took its own way out
+    covers   (kind, path) of sites that have no effect where this one is replaced
     """
 
     path: str
@@ -56,6 +57,7 @@ class Site:
     serves: Callable[[nn.Module], bool] | None = None
     drops: str = ""
     unasked: str = "on this batch it comes to no op that could be replaced"
+    covers: tuple[tuple[str, str], ...] = ()
     kind: str = ""
 
 

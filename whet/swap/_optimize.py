@@ -13,7 +13,7 @@ from whet.figures import error_line
 from whet.judge import Verdict
 from whet.lock import Lock
 from whet.measure import now, race
-from whet.op import discover
+from whet.op import Call, discover
 from whet.swap import Edit, Left, Met, Site
 from whet.swap._proof import cast, edited, floating, prove, upstream
 from whet.swap._replace import Replaced, as_call, cut, met_in, quiet, recognise, uncached
@@ -191,25 +191,43 @@ def _optimize(
     if not found.sites:
         report.note = "nothing was replaced"
         return
-    recorder = Recorder()
-    found.ask(recorder)
-    with torch.set_grad_enabled(work.kind == "train"), uncached(model):
-        work.forward()
-    found.restore()
-    tuned = tune(list(recorder.calls.values()), lock, ("eager",), progress, seconds)
+    tuned = tune(calls_asked(found, work), lock, ("eager",), progress, seconds)
     report.choices, report.entries = tuned.choices["eager"], tuned.entries
-    report.groups = grouped(found.sites)
+    report.groups = grouped(found.sites + found.covered)
     with uncached(model):
-        heads = {g.sites[0][0].path for g in report.groups}
-        met = met_in(model, call, heads)
-        for i, group in enumerate(report.groups):
-            progress(f"timing {group.words}", i, len(report.groups))
-            _time_group(group, work, met, report.choices, seconds)
+        covering = [g for g in report.groups if any(s.covers for s, _ in g.sites)]
+        _time_groups(covering, work, call, report.choices, seconds, progress)
+        report.groups = without_covered(report.groups)
+        others = [g for g in report.groups if not any(g is c for c in covering)]
+        _time_groups(others, work, call, report.choices, seconds, progress)
         kept = [g for g in report.groups if g.replaced]
         found.left += [Left(s.path, f"{g.words}: {g.why}", g.kind) for g in report.groups if not g.replaced for s, _ in g.sites]
         found.sites = [s for g in kept for s in g.sites]
         if found.sites:
             _whole(report, work, call, seconds)
+
+
+def calls_asked(found: Replaced, work: Workload) -> list[tuple[Call, int]]:
+    """What the replacements ask of ops in one forward; and what the covered ones would, were those that cover them not kept."""
+    ways, calls = [found.sites], {}
+    if found.covered:
+        ways.append([s for s in found.sites + found.covered if not s[0].covers])
+    for sites in ways:
+        recorder = Recorder()
+        found.ask(recorder, sites)
+        with torch.set_grad_enabled(work.kind == "train"), uncached(found.model):
+            work.forward()
+        calls = recorder.calls | calls
+    found.restore()
+    return list(calls.values())
+
+
+def without_covered(groups: list[SiteGroup]) -> list[SiteGroup]:
+    """The groups, less the sites that those of a group that is replaced cover."""
+    gone = {where for g in groups if g.replaced for site, _ in g.sites for where in site.covers}
+    for group in groups:
+        group.sites = [(s, v) for s, v in group.sites if (s.kind, s.path) not in gone]
+    return [g for g in groups if g.sites]
 
 
 def grouped(sites: list[tuple[Site, Verdict]]) -> list[SiteGroup]:
@@ -255,6 +273,15 @@ def serving(site: Site, run: Callable, ops: Choices) -> dict[str, str]:
     recorder = Recorder()
     toggled(site, recorder, run)()
     return {call.op: ops.pick(discover()[call.op], call) for call, _ in recorder.calls.values()}
+
+
+def _time_groups(
+    groups: list[SiteGroup], work: Workload, call: Met, ops: Choices, seconds: float, progress: Progress
+) -> None:
+    met = met_in(work.model, call, {g.sites[0][0].path for g in groups}) if groups else {}
+    for i, group in enumerate(groups):
+        progress(f"timing {group.words}", i, len(groups))
+        _time_group(group, work, met, ops, seconds)
 
 
 def _time_group(group: SiteGroup, work: Workload, met: dict[str, Met], ops: Choices, seconds: float) -> None:

@@ -20,17 +20,21 @@ ROWS, LENGTH = 2, 48  # of the batch that the proof runs on at most
 
 @dataclass
 class Replaced:
-    """What was replaced in a model, what was not, and how to put it back."""
+    """What was replaced in a model, what was not, and how to put it back.
+
+    covered  sites that were proved and have no effect, since others cover them; for when those are not kept
+    """
 
     model: nn.Module
     sites: list[tuple[Site, Verdict]] = field(default_factory=list)
+    covered: list[tuple[Site, Verdict]] = field(default_factory=list)
     left: list[Left] = field(default_factory=list)
     journal: Journal = field(default_factory=Journal)
 
-    def ask(self, ops: Choices) -> None:
-        """From now on the replaced parts ask these choices."""
+    def ask(self, ops: Choices, sites: list[tuple[Site, Verdict]] | None = None) -> None:
+        """From now on the replaced parts, or only these sites, ask these choices."""
         self.journal.undo()
-        for site, _ in self.sites:
+        for site, _ in self.sites if sites is None else sites:
             self.journal.make(site.edits(site.module, ops))
 
     def restore(self) -> None:
@@ -114,7 +118,15 @@ def recognise(
     found, seen = Replaced(model), met_in(model, cut(call))
     with uncached(model):
         _recognise(model, seen, ops, only, found, keep_logits)
+    found.sites, found.covered = split_covered(found.sites)
     return found
+
+
+def split_covered(sites: list[tuple[Site, Verdict]]) -> tuple[list[tuple[Site, Verdict]], list[tuple[Site, Verdict]]]:
+    """Sites that have an effect, and those that others of them cover."""
+    gone = {where for site, _ in sites for where in site.covers}
+    covered = [s for s in sites if (s[0].kind, s[0].path) in gone]
+    return [s for s in sites if not any(s is c for c in covered)], covered
 
 
 def drops_too_much(site: Site, keep_logits: bool | None) -> str | None:

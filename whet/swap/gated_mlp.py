@@ -141,4 +141,8 @@ def find(model: nn.Module, met: dict[str, Met]) -> Iterator[Site | Left]:
         def edits(module, ops, form=form):
             return new_forward(module, replaced(ops, form))
 
-        yield Site(path, module, edits, f"{form.activation} between {', '.join(form.names)}")
+        inside = [n for n, _ in module.named_children() if n not in form.names]
+        yield Site(
+            path, module, edits, f"{form.activation} between {', '.join(form.names)}",
+            covers=tuple(("activations", f"{path}.{n}" if path else n) for n in inside),
+        )

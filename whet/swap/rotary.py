@@ -22,19 +22,29 @@ def own_forward(module: nn.Module) -> types.FunctionType | None:
     return forward if callable(forward.__globals__.get(NAME)) else None
 
 
+def plain_options(rest: tuple, options: dict) -> bool:
+    """Whether a call of the rotation asks for nothing else than heads in the second dimension."""
+    return not rest and options in ({}, {"unsqueeze_dim": 1})
+
+
+def tables_and_rows(cos: torch.Tensor, sin: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, int | torch.Tensor]:
+    """Tables (P, R/2) and positions as ops take them, of cos and sin (1 or B, S, R), each half of a row the same."""
+    half = cos.shape[-1] // 2
+    if cos.shape[0] == 1:
+        return cos[0, :, :half], sin[0, :, :half], 0
+    rows = torch.arange(cos.shape[0] * cos.shape[1], device=cos.device).view(cos.shape[:2])
+    return cos[..., :half].flatten(0, 1), sin[..., :half].flatten(0, 1), rows
+
+
 def rotation(ops, theirs: Callable) -> Callable:
-    """The same function through ops.rope. cos and sin are (1 or B, S, R), each half of a row the same."""
+    """The same function through ops.rope."""
     rope = ops.rope
 
     def apply_rotary_pos_emb(q, k, cos, sin, *rest, **options):
-        others = rest or options not in ({}, {"unsqueeze_dim": 1})
-        if others or cos.dim() != 3 or q.dim() != 4 or k.dim() != 4 or q.shape[2] != cos.shape[1]:
+        own = not plain_options(rest, options)
+        if own or cos.dim() != 3 or q.dim() != 4 or k.dim() != 4 or q.shape[2] != cos.shape[1]:
             return theirs(q, k, cos, sin, *rest, **options)
-        half = cos.shape[-1] // 2
-        if cos.shape[0] == 1:
-            return rope(q, k, cos[0, :, :half], sin[0, :, :half])
-        rows = torch.arange(cos.shape[0] * cos.shape[1], device=cos.device).view(cos.shape[:2])
-        return rope(q, k, cos[..., :half].flatten(0, 1), sin[..., :half].flatten(0, 1), rows)
+        return rope(q, k, *tables_and_rows(cos, sin))
 
     return apply_rotary_pos_emb
 
