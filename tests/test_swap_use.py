@@ -65,7 +65,7 @@ def test_autocast_over_float32_weights(name):
         assert (grad - truth[1][n]).norm() <= 3 * (worst + torch.finfo(torch.bfloat16).eps * size), n
 
 
-@pytest.mark.parametrize("name", ["Llama", "Bert"])
+@pytest.mark.parametrize("name", ["Llama", "Qwen3", "Bert"])
 def test_compiled_afterwards(name):
     model, data = built(name, torch.float32), batch()
     expected = trained(model, data)

@@ -39,8 +39,10 @@ def _operator(name: str) -> Callable:
     return operator
 
 
-OPERATORS = ("add", "radd", "sub", "rsub", "mul", "rmul", "truediv", "rtruediv", "pow", "rpow", "matmul", "rmatmul", "neg", "abs",
-             "lt", "le", "gt", "ge", "eq", "ne", "getitem", "setitem", "len", "iter", "bool", "float", "int")
+OPERATORS = (
+    "add", "radd", "sub", "rsub", "mul", "rmul", "truediv", "rtruediv", "pow", "rpow", "matmul", "rmatmul", "neg", "abs",
+    "lt", "le", "gt", "ge", "eq", "ne", "getitem", "setitem", "len", "iter", "bool", "float", "int",
+)
 for _name in OPERATORS:  # Python looks these up on the class
     setattr(Deferred, f"__{_name}__", _operator(f"__{_name}__"))
 Deferred.__hash__ = object.__hash__  # type: ignore[method-assign]
@@ -52,7 +54,7 @@ class SelfWith:
     def __init__(self, module: nn.Module, stand_in: Callable[[str, Any], Any]):
         self.__dict__.update(_whet_module=module, _whet_stand_in=stand_in)
 
-    @property
+    @property  # type: ignore[misc]
     def __class__(self):  # so that isinstance and super() in its code go on working
         return type(self.__dict__["_whet_module"])
 
@@ -69,6 +71,10 @@ class StandIn:
     def __init__(self, module: nn.Module, call: Callable):
         self._whet_module, self._whet_call = module, call
 
+    @property  # type: ignore[misc]
+    def __class__(self):
+        return type(self._whet_module)
+
     def __call__(self, *args, **kwargs):
         return self._whet_call(self._whet_module, *args, **kwargs)
 
@@ -78,9 +84,8 @@ class StandIn:
 
 def own_function(module: nn.Module) -> types.FunctionType | None:
     """The Python function behind a module's forward, which can be given another self."""
-    forward = module.forward
-    function = getattr(forward, "__func__", None)
-    return function if isinstance(function, types.FunctionType) and forward.__self__ is module else None
+    function, bound_to = (getattr(module.forward, name, None) for name in ("__func__", "__self__"))
+    return function if isinstance(function, types.FunctionType) and bound_to is module else None
 
 
 def watched(module: nn.Module) -> bool:

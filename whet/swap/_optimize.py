@@ -209,7 +209,7 @@ def _optimize(
 
 def calls_asked(found: Replaced, work: Workload) -> list[tuple[Call, int]]:
     """What the replacements ask of ops in one forward; and what the covered ones would, were those that cover them not kept."""
-    ways, calls = [found.sites], {}
+    ways, calls = [found.sites], dict[str, tuple[Call, int]]()
     if found.covered:
         ways.append([s for s in found.sites + found.covered if not s[0].covers])
     for sites in ways:

@@ -26,7 +26,8 @@ class Unnormed(Deferred):
     """The norm of x, not computed yet; heads and tokens may change places meanwhile."""
 
     def __init__(self, module: nn.Module, norm: KnownNorm, x: torch.Tensor, swapped: bool = False):
-        self.module, self.norm, self.x, self.swapped, self.normed = module, norm, x, swapped, None
+        self.module, self.norm, self.x, self.swapped = module, norm, x, swapped
+        self.normed: torch.Tensor | None = None
 
     def tensor(self) -> torch.Tensor:
         if self.normed is None:
@@ -115,15 +116,15 @@ def find(model: nn.Module, met: dict[str, Met]) -> Iterator[Site | Left]:
         children = {name: (where, norm) for name, where, norm in rms_norms_in(path, module, met)}
         norms = {name: norm for name, (_, norm) in children.items()}
         rotated = norms_rotated(module, own, norms, met[path]) if len(norms) > 1 else []
-        names = [name for name in norms if any(getattr(module, name) is m for m in rotated)]
-        if not names:
+        used = {name: norm for name, norm in norms.items() if any(getattr(module, name) is m for m in rotated)}
+        if not used:
             continue
 
-        def edits(module, ops, norms={name: norms[name] for name in names}):
+        def edits(module, ops, norms=used):
             own = own_forward(module)
             assert own is not None
             return [Edit(module, "forward", types.MethodType(replaced(own, ops.qk_norm_rope, norms), module))]
 
-        words = f"{norms[names[0]].words}, of each query and key head, and rotary embedding"
-        covers = (("rotary", path), *(("norms", children[name][0]) for name in names))
+        words = f"{next(iter(used.values())).words}, of each query and key head, and rotary embedding"
+        covers = (("rotary", path), *(("norms", children[name][0]) for name in used))
         yield Site(path, module, edits, words, covers=covers)

@@ -48,7 +48,8 @@ class PendingSum(Addend):
     """x + res, which a norm may compute together with its own result."""
 
     def __init__(self, x: torch.Tensor, res: torch.Tensor):
-        self.x, self.res, self.sum = x, res, None
+        self.x, self.res = x, res
+        self.sum: torch.Tensor | None = None
 
     def tensor(self) -> torch.Tensor:
         if self.sum is None:
@@ -71,9 +72,10 @@ def addends(out: Any) -> Any:
 
 
 def call_child(module: nn.Module, *args, **kwargs) -> Any:
-    if type(module) is nn.Dropout and len(args) == 1 and not kwargs and not watched(module):
-        if module.p == 0 or not module.training:
-            return args[0]  # the identity: what it is given may wait on
+    """A child called as ever, its results ready to be summed."""
+    drops = type(module) is not nn.Dropout or (module.p > 0 and module.training)
+    if not drops and len(args) == 1 and not kwargs and not watched(module):
+        return args[0]  # the identity: what it is given may wait on
     return addends(module(*map(settled, args), **{k: settled(v) for k, v in kwargs.items()}))
 
 
@@ -132,20 +134,20 @@ def find(model: nn.Module, met: dict[str, Met]) -> Iterator[Site | Left]:
         own = own_function(module)
         if path not in met or own is None or not is_block(module, own):
             continue
-        children = list(rms_norms_in(path, module, met))
-        norms = {name: norm for name, _, norm in children}
+        children = {name: (where, norm) for name, where, norm in rms_norms_in(path, module, met)}
+        norms = {name: norm for name, (_, norm) in children.items()}
         summed = norms_of_sums(module, own, norms, met[path]) if norms else []
-        if not summed:
-            continue
-        free = {name: where for name, where, _ in children if any(getattr(module, name) is m and not watched(m) for m in summed)}
-        if not free:
+        free = {n: norms[n] for n in norms if any(getattr(module, n) is m and not watched(m) for m in summed)}
+        if summed and not free:
             yield Left(path, "the norm of its sum has hooks, or a forward of its own, that would not be called")
+        if not free:
             continue
 
-        def edits(module, ops, norms={name: norms[name] for name in free}):
+        def edits(module, ops, norms=free):
             own = own_function(module)
             assert own is not None
             return [Edit(module, "forward", types.MethodType(replaced(own, ops.add_rms_norm, norms), module))]
 
-        kinds = ", ".join(sorted({norms[name].words for name in free}))
-        yield Site(path, module, edits, f"residual sum and {kinds}", covers=tuple(("norms", where) for where in free.values()))
+        words = ", ".join(sorted({norm.words for norm in free.values()}))
+        covers = tuple(("norms", children[name][0]) for name in free)
+        yield Site(path, module, edits, f"residual sum and {words}", covers=covers)
