@@ -20,7 +20,8 @@ WHISPER = dict(
     vocab_size=96, d_model=64, encoder_layers=2, decoder_layers=2, encoder_attention_heads=4, decoder_attention_heads=4,
     encoder_ffn_dim=160, decoder_ffn_dim=160, num_mel_bins=8, max_source_positions=20, max_target_positions=32, dropout=0.0,
     pad_token_id=0, bos_token_id=1, eos_token_id=2, decoder_start_token_id=1)
-DECODER = dict(norms=5, gated_mlp=2, rotary=2, attention=2, lm_head=1)
+DECODER = dict(norms=3, residual_norm=2, gated_mlp=2, rotary=2, attention=2, lm_head=1)
+QK_NORMED = {k: v for k, v in DECODER.items() if k != "rotary"} | dict(qk_norm_rotary=2)
 UNMASKED = {k: v for k, v in DECODER.items() if k != "attention"}
 MASKED = "it is called with a mask"
 NO_SWIGLU = ("computes no SwiGLU", "called with more than one tensor")  # attention's linears have the sizes of an MLP's
@@ -77,15 +78,15 @@ FAMILIES = {
     "Llama, packed": Family("LlamaForCausalLM", "LlamaConfig", SMALL, UNMASKED, dict(attention=MASKED), packed),
     "Qwen2": Family("Qwen2ForCausalLM", "Qwen2Config", SMALL, DECODER),
     "Qwen2, padded": Family("Qwen2ForCausalLM", "Qwen2Config", SMALL, UNMASKED, dict(attention=MASKED), padded),
-    "Qwen3": Family("Qwen3ForCausalLM", "Qwen3Config", SMALL | {"head_dim": 16}, DECODER | dict(norms=9)),
+    "Qwen3": Family("Qwen3ForCausalLM", "Qwen3Config", SMALL | {"head_dim": 16}, QK_NORMED),
     "Mistral": Family("MistralForCausalLM", "MistralConfig", SMALL | {"sliding_window": None}, DECODER),
     "Gemma2": Family(
         "Gemma2ForCausalLM", "Gemma2Config", SMALL | {"head_dim": 16},
-        dict(norms=9, activations=2, gated_mlp=2, rotary=2),
+        dict(norms=7, residual_norm=2, gated_mlp=2, rotary=2),
         dict(attention="its attention is set to 'eager'", lm_head="changes the logits")),
     "Gemma3": Family(
         "Gemma3ForCausalLM", "Gemma3TextConfig", SMALL | {"head_dim": 16},
-        dict(norms=13, activations=2, gated_mlp=2, rotary=2, attention=2, lm_head=1)),
+        QK_NORMED | dict(norms=7)),
     "Phi3": Family("Phi3ForCausalLM", "Phi3Config", SMALL | {"pad_token_id": 0}, DECODER, dict(gated_mlp=NO_SWIGLU)),
     "GPT2": Family(
         "GPT2LMHeadModel", "GPT2Config",
@@ -101,19 +102,19 @@ FAMILIES = {
         dict(vocab_size=96, n_embd=64, n_layer=2, n_head=4, n_positions=64, rotary_dim=8, resid_pdrop=0, embd_pdrop=0,
              attn_pdrop=0),
         dict(norms=3, activations=2, lm_head=1), dict(rotary="takes (tensor, sin, cos)")),
-    "Olmo2": Family("Olmo2ForCausalLM", "Olmo2Config", SMALL, DECODER | dict(norms=9)),
+    "Olmo2": Family("Olmo2ForCausalLM", "Olmo2Config", SMALL, dict(norms=9, gated_mlp=2, rotary=2, attention=2, lm_head=1)),
     "Bert": Family(
         "BertForMaskedLM", "BertConfig", PLAIN | NO_DROPOUT, dict(norms=6, activations=3, attention=2),
         dict(gated_mlp=NO_SWIGLU, lm_head=OTHER_LOSS)),
     "ModernBert": Family(
         "ModernBertForMaskedLM", "ModernBertConfig", PLAIN | {"pad_token_id": 0},
-        dict(norms=6, activations=3, gated_mlp=2, rotary=2, attention=2), dict(lm_head=OTHER_LOSS)),
+        dict(norms=6, activations=1, gated_mlp=2, rotary=2, attention=2), dict(lm_head=OTHER_LOSS)),
     "T5": Family(
         "T5ForConditionalGeneration", "T5Config", T5, dict(norms=12), dict(attention="a position bias", lm_head=OWN_LOSS),
         shorter_labels),
     "T5, gated": Family(
         "T5ForConditionalGeneration", "T5Config", T5 | {"feed_forward_proj": "gated-gelu"},
-        dict(norms=12, activations=4, gated_mlp=4),
+        dict(norms=12, gated_mlp=4),
         dict(attention="a position bias", lm_head=OWN_LOSS), shorter_labels),
     "ViT": Family("ViTForImageClassification", "ViTConfig", VIT, dict(norms=5, activations=2, attention=2), {}, images),
     "Whisper": Family(

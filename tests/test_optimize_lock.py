@@ -61,13 +61,13 @@ def counted(monkeypatch):
 
     def timed(group, *rest):
         seen["raced"] += 1
-        group.before_ms, group.after_ms, group.why, group.impls = 2.0, 1.0, "the fastest", {"rms_norm": "torch"}
-        group.impls = {"swiglu": "eager"} if "SwiGLU" in group.words else {"rms_norm": "torch"}
+        group.before_ms, group.after_ms, group.why = 2.0, 1.0, "the fastest"
+        group.use(group.sites[0][0].form, {"swiglu": "eager"} if "SwiGLU" in group.words else {"rms_norm": "torch"})
 
-    def whole(report, work, call, seconds):
+    def whole(report, ways, work, call, seconds):
         seen["raced"] += 1
-        slower = seen.get("slower") == len(call.args[0])
-        return {"batch": _replace.size_of(call), "before_ms": 5.0, "after_ms": 4.0, "slower": slower}
+        slower = ["eager"] if seen.get("slower") == len(call.args[0]) else []
+        return {"batch": _replace.size_of(call), "before_ms": 5.0, "ms": {"eager": 4.0}, "slower_in": slower}
 
     for module in (_proof, _kept, _optimize):
         proving(module)
@@ -86,7 +86,7 @@ def again(counted, lock, model=None, **options):
 def test_the_second_time_one_of_each_group_is_proved_and_nothing_is_timed(counted, tmp_path):
     path = tmp_path / "whet.lock"
     first = again(counted, Lock.read(path))
-    assert len(counted["proved"]) == 9 and counted["raced"] == 3 and not first.lock_lines
+    assert len(counted["proved"]) == 13 and counted["raced"] == 3 and not first.lock_lines
     second = again(counted, Lock.read(path))
     assert counted["raced"] == 0 and counted["proved"] == ["layers.0.mlp", "layers.0.norm", ""]
     assert (second.before_ms, second.after_ms) == (5.0, 4.0) and len(second.replaced.sites) == 8
@@ -113,7 +113,7 @@ def test_what_a_decision_rests_on_is_part_of_its_key(counted, tmp_path, change):
         again(counted, lock, model, **options)
     finally:
         torch.set_float32_matmul_precision("highest")
-    assert counted["raced"] == 3 and len(counted["proved"]) == 9
+    assert counted["raced"] == 3 and len(counted["proved"]) == 13
 
 
 def test_one_module_unlike_the_others_is_proved_by_itself(counted, tmp_path):
@@ -160,8 +160,8 @@ def test_a_stale_entry_is_ignored_and_all_is_decided_anew(counted, tmp_path, mon
 
 
 def test_a_group_of_which_a_module_fails_is_never_kept(counted, tmp_path, monkeypatch):
-    lock, real = Lock.read(tmp_path / "whet.lock"), _replace.prove
-    monkeypatch.setattr(_replace, "prove", lambda site, *rest: Verdict(False, why="planted")
+    lock, real = Lock.read(tmp_path / "whet.lock"), _proof.prove
+    monkeypatch.setattr(_proof, "prove", lambda site, *rest: Verdict(False, why="planted")
                         if site.path == "layers.1.norm" else real(site, *rest))
     for _ in range(2):
         report = again(counted, lock)
@@ -187,6 +187,7 @@ def test_a_damaged_entry_is_dropped_alone(counted, tmp_path, change, why):
 def test_a_left_group_stays_left_by_the_lock_and_is_not_proved(counted, tmp_path, monkeypatch):
     def slower(group, *rest):
         group.before_ms, group.after_ms, group.why, group.replaced = 1.0, 2.0, "planted", "SwiGLU" in group.words
+        group.use(group.sites[0][0].form, {})
 
     monkeypatch.setattr(_optimize, "_time_group", slower)
     lock = Lock.read(tmp_path / "whet.lock")

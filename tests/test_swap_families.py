@@ -67,7 +67,7 @@ PLAIN_MODELS = {
         lambda: GPT(attention=SlowAttention), tokens, dict(norms=5, activations=2, own_attention=2),
         dict(plain_loss="the model's logits are kept"), {}),
     "hand-written": (
-        Mixed, lambda: torch.randn(2, 24, 64), dict(norms=3, gated_mlp=1, sdpa_calls=1),
+        Mixed, lambda: torch.randn(2, 24, 64), dict(norms=1, residual_norm=1, gated_mlp=1, sdpa_calls=1),
         dict(gated_mlp="computes no SwiGLU"), {}),
     "TransformerEncoder": (
         lambda: Encoder(False), lambda: torch.randn(2, 24, 64), dict(norms=4), dict(sdpa_calls="inside torch"), {}),

@@ -29,9 +29,15 @@ def raced(winner: str, why: str = FASTEST, lean: str = ""):
     return race
 
 
+def racing(monkeypatch, race) -> None:
+    """This race for every group; the whole is the faster one, replaced."""
+    monkeypatch.setattr(_groups, "race", race)
+    monkeypatch.setattr(_optimize, "race", raced("eager"))
+
+
 def optimized(monkeypatch, race) -> nn.Module:
     monkeypatch.setattr(_optimize, "tune", lambda *args, **options: Tuned({"eager": Choices()}, {}))
-    monkeypatch.setattr(_groups, "race", race)
+    racing(monkeypatch, race)
     return optimize(odd_mixed(), torch.randn(2, 24, 64), mode="infer", seconds=0.001)
 
 
@@ -77,8 +83,8 @@ def test_a_form_that_fails_in_its_proof_or_at_full_size_costs_only_itself(monkey
     real = gated_mlp.product_forms
     monkeypatch.setattr(gated_mlp, "product_forms", product_forms)
     monkeypatch.setattr(_optimize, "tune", lambda *args, **options: Tuned({"eager": Choices()}, {}))
-    monkeypatch.setattr(_optimize, "recorded", lambda *args: _groups.Recorder())
-    monkeypatch.setattr(_groups, "race", raced(FORMS[-1]))
+    monkeypatch.setattr(_optimize, "recorded", lambda *args: [])
+    racing(monkeypatch, raced(FORMS[-1]))
     model = optimize(odd_mixed(), torch.randn(5, 24, 64), mode="infer", seconds=0.001)
     group, = (g for g in model.whet.groups if g.kind == "gated_mlp")
     assert group.replaced and group.form == FORMS[-1] and set(group.forms_ms) == set(FORMS)
@@ -88,7 +94,7 @@ def test_a_form_that_fails_in_its_proof_or_at_full_size_costs_only_itself(monkey
 
 def test_a_group_that_asks_no_op_says_what_it_does(monkeypatch):
     monkeypatch.setattr(_optimize, "tune", lambda *args, **options: Tuned({"eager": Choices()}, {}))
-    monkeypatch.setattr(_groups, "race", raced("the last"))
+    racing(monkeypatch, raced("the last"))
     model = optimize(odd_gpt(), tokens(), seconds=0.001)
     groups = {g.kind: g for g in model.whet.groups}
     assert not groups["aligned_mlp"].impls and groups["aligned_mlp"].replaced and len(groups["aligned_mlp"].sites) == 2

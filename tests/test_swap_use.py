@@ -65,7 +65,7 @@ def test_autocast_over_float32_weights(name):
         assert (grad - truth[1][n]).norm() <= 3 * (worst + torch.finfo(torch.bfloat16).eps * size), n
 
 
-@pytest.mark.parametrize("name", ["Llama", "Bert"])
+@pytest.mark.parametrize("name", ["Llama", "Qwen3", "Bert"])
 def test_compiled_afterwards(name):
     model, data = built(name, torch.float32), batch()
     expected = trained(model, data)
@@ -149,10 +149,10 @@ def test_a_second_optimize_takes_back_the_first(at_once):
     expected = trained(model, data)
     for _ in range(2):
         optimize(model, data, seconds=0.001)
-        assert len(model.whet.groups) == 5
+        assert len(model.whet.groups) == 6
         assert all(not hasattr(getattr(m, "_whet_forward", None), "_whet_forward") for m in model.modules())
     optimize(model, data, seconds=0.001, keep_logits=True)
-    assert len(model.whet.groups) == 4 and model(**data).logits is not None and "logits are kept" in str(model.whet)
+    assert len(model.whet.groups) == 5 and model(**data).logits is not None and "logits are kept" in str(model.whet)
     restore(model)
     agree(trained(model, data), expected, exactly=True)
 

@@ -11,7 +11,7 @@ from torch.utils._pytree import tree_flatten, tree_map_only
 
 from whet.diagnose.target import as_inputs
 from whet.figures import error_line
-from whet.step_plans import AS_IT_IS, CapturedLoop, LoopWork, LossOf, choose, outside_because
+from whet.step_plans import AS_IT_IS, CapturedLoop, LoopWork, LossOf, as_graph, choose, outside_because
 from whet.subjects import Plan, compiled_forward
 from whet.swap._state import as_before
 from whet.trackers import log_choices
@@ -184,7 +184,7 @@ class CompiledStep:
         work = served.work
         work.args, work.kwargs = tree_map_only(torch.Tensor, lambda t: t.detach().clone(), (args, kwargs))
         beside = next((s.graph for s in self.served.values() if s.graph is not None), None)
-        with unchanged(self.model, self.optimizer):
+        with unchanged(self.model, self.optimizer), as_graph(self.model):
             served.graph = work.captured(beside)
         served.captured_with = self._facts()
 

@@ -169,6 +169,15 @@ def before_optimize(model: nn.Module) -> Iterator[None]:
             report.replaced.ask(report.choices)
 
 
+@contextlib.contextmanager
+def as_graph(model: nn.Module, graph: bool = True) -> Iterator[None]:
+    """While it is on, what whet.optimize replaced is what it found best where a CUDA graph launches, not the host."""
+    with contextlib.ExitStack() as stack:
+        for _, report in reports(model) if graph else ():
+            stack.enter_context(report.in_mode("graph"))
+        yield
+
+
 class Loop(Given):
     """The step of a user's loop. It runs as it is, compiled, and each as a CUDA graph."""
 
@@ -194,7 +203,8 @@ class Loop(Given):
         return self._tried(replace(self._copy(), optimizer=None).evidence, "the step as it is")
 
     def workload(self, plan: Plan, choices: Any, precision: str) -> Workload:
-        work = self._copy()
+        with as_graph(self.target.model, plan.graph):
+            work = self._copy()
         if plan.compiled:
             work.run = compiled_forward(work.model)
         return work

@@ -54,6 +54,7 @@ class Site:
     form     the name of what `edits` does, where there is more to say than words and ops do: "padded to 1408"
     alone    False: it is proved and timed with all the others only, as what changes no result and saves work elsewhere
     forms    {name: edits} of other forms; each is proved for itself, and the fastest is used. The simplest first
+    covers   (kind, path) of sites that have no effect where this one is replaced
     """
 
     path: str
@@ -64,6 +65,7 @@ class Site:
     serves: Callable[[nn.Module], bool] | None = None
     drops: str = ""
     unasked: str = "on this batch it comes to no op that could be replaced"
+    covers: tuple[tuple[str, str], ...] = ()
     kind: str = ""
     asks: bool = True
     alone: bool = True

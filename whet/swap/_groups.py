@@ -1,5 +1,6 @@
 """Groups of like sites: what calls they make, and each timed against the module as it was."""
 
+import contextlib
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
@@ -9,8 +10,8 @@ from torch import nn
 from whet.choices import Choices, Recorder
 from whet.figures import error_line
 from whet.judge import Verdict
-from whet.measure import race
-from whet.op import discover
+from whet.measure import Race, race
+from whet.op import Call, discover
 from whet.race import Timing
 from whet.swap import Journal, Met, Site
 from whet.swap._proof import cast, floating, upstream
@@ -68,17 +69,29 @@ def ratio(before: float | None, after: float | None) -> float | None:
     return before / after if before and after else None
 
 
-def recorded(found: Replaced, works: list[Workload]) -> Recorder:
-    """The calls that the replacements make at every batch, each site in every one of its forms."""
-    recorder = Recorder()
-    for nth in range(max(1 + len(s.forms) for s, _ in found.sites)):
-        formed = [(s.in_each_form()[min(nth, len(s.forms))], v) for s, v in found.sites]
-        found.ask(recorder, formed)
-        with torch.set_grad_enabled(works[0].kind == "train"), uncached(found.model):
-            for work in works:
-                work.forward()
-        found.restore()
-    return recorder
+def recorded(found: Replaced, works: list[Workload]) -> list[tuple[Call, int]]:
+    """The calls that the replacements make at every batch, in every form; the covered ones, too, without what covers them."""
+    ways, calls = [found.sites], dict[str, tuple[Call, int]]()
+    if found.covered:
+        ways.append([s for s in found.sites + found.covered if not s[0].covers])
+    for sites in ways:
+        for nth in range(max((1 + len(s.forms) for s, _ in sites), default=0)):
+            recorder = Recorder()
+            found.ask(recorder, [(s.in_each_form()[min(nth, len(s.forms))], v) for s, v in sites])
+            with torch.set_grad_enabled(works[0].kind == "train"), uncached(found.model):
+                for work in works:
+                    work.forward()
+            calls = recorder.calls | calls
+            found.restore()
+    return list(calls.values())
+
+
+def without_covered(groups: list[SiteGroup]) -> list[SiteGroup]:
+    """The groups, less the sites that those of a group that is replaced cover."""
+    gone = {where for g in groups if g.replaced for site, _ in g.sites for where in site.covers}
+    for group in groups:
+        group.sites = [(s, v) for s, v in group.sites if (s.kind, s.path) not in gone]
+    return [g for g in groups if g.sites]
 
 
 def grouped(sites: list[tuple[Site, Verdict]]) -> list[SiteGroup]:
@@ -142,14 +155,29 @@ def served_forms(site: Site, run: Callable, ops: Choices) -> tuple[dict[str, tup
     return found, why
 
 
-def _time_group(group: SiteGroup, work: Workload, met: dict[str, Met], ops: Choices, seconds: float) -> None:
-    """Every form of the group's first site against the module as it is; the group takes the form that was chosen."""
+def raced_in(mode: str, runs: dict[str, Callable], seconds: float) -> Race:
+    """A race as CUDA graphs, where that is asked for and the runs can be captured."""
+    if mode == "graph":
+        with contextlib.suppress(Exception):
+            return race(runs, keep=BEFORE, mode=mode, seconds=seconds)
+    return race(runs, keep=BEFORE, seconds=seconds)
+
+
+def _time_group(
+    group: SiteGroup, work: Workload, met: dict[str, Met], ops: Choices, seconds: float, mode: str = "eager"
+) -> None:
+    """Every form of the group's first site against the module as it is; the group takes the form that was chosen.
+
+    mode   "graph" takes what the device needs, the host's launches aside; a whole model is always launched by the host
+    """
     site = group.sites[0][0]
+    if not site.alone:
+        return
     run = work.step if not site.path else stepper(site.module, met[site.path], work.kind == "train")
     forms, group.why = served_forms(site, run, ops)
     runs = {BEFORE: run} | {name: toggled(one, ops, run) for name, (one, _) in forms.items()}
     try:
-        raced = race(runs, keep=BEFORE, seconds=seconds) if forms else None
+        raced = raced_in(mode if site.path else "eager", runs, seconds) if forms else None
     except Exception as e:
         raced, group.why = None, f"it could not be timed: {error_line(e)}"
     if raced is None:

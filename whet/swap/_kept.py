@@ -30,7 +30,7 @@ from whet.tune import save_swaps
 
 if TYPE_CHECKING:
     from whet.swap._groups import SiteGroup
-    from whet.swap._optimize import Optimized
+    from whet.swap._optimize import Optimized, Way
 
 PLAIN = (bool, int, float, str, type(None), torch.dtype)
 PLACE = "layer_idx"  # where a module stands: like modules differ in it
@@ -107,18 +107,26 @@ def name_of(site: Site) -> GroupName:
     return site.kind, site.words, type(site.module)
 
 
+def formed(site: Site, form: str) -> Site:
+    """The site in this one of its forms, where it has it."""
+    return site.with_forms((form,)) if any(s.form == form for s in site.in_each_form()) else site
+
+
 class Decisions:
     """The lock's decisions on the groups of one model at one size, those that hold and those that do not.
 
     calls   what the model is given: the largest batch first
+    modes   in which groups are timed; a decision is of a group in one of them
     """
 
-    def __init__(self, lock: Lock, model: nn.Module, calls: list[Met], kind: str, around: tuple = ()):
-        self.lock, self.model, self.calls, self.kind = lock, model, calls, kind
+    def __init__(
+        self, lock: Lock, model: nn.Module, calls: list[Met], kind: str, around: tuple = (), modes: tuple[str, ...] = ("eager",)
+    ):
+        self.lock, self.model, self.calls, self.kind, self.modes = lock, model, calls, kind, modes
         device = next((p.device.type for p in model.parameters()), "cpu")
         self.around = (*around, settings(device), kind, recognisers())
-        self.keys: dict[GroupName, str] = {}
-        self.held: dict[GroupName, dict] = {}
+        self.keys: dict[GroupName, str] = {}  # with the mode after it, the key of an entry
+        self.held: dict[tuple[GroupName, str], dict] = {}
         self.counts: dict[GroupName, int] = {}
         self.ignored: dict[str, str] = {}  # key: why the lock's entry does not count
         self.proved = 0
@@ -137,14 +145,20 @@ class Decisions:
             seen = [facts_of(m[like[0].path]) for m in met if like[0].path in m]
             forms = sorted({form_of(s.module) for s in like})
             key = self.keys[name] = f"{name[0]}: {name[1]} in {name[2].__name__} {digest(forms, seen, self.around)}"
-            entry = self.lock.swaps.get(key)
-            if entry is None or key in self.ignored:
-                continue
-            if why := stale(entry):
-                self.ignored[key] = why
-            else:
-                self.held[name] = entry
+            for mode, at in ((mode, f"{key} @ {mode}") for mode in self.modes):
+                entry = self.lock.swaps.get(at)
+                if entry is None or at in self.ignored:
+                    continue
+                if why := stale(entry):
+                    self.ignored[at] = why
+                else:
+                    self.held[name, mode] = entry
         return named
+
+    def entries(self, name: GroupName) -> list[dict]:
+        """A group's decisions, one for each mode; none where one of them is missing."""
+        found = [self.held[name, mode] for mode in self.modes if (name, mode) in self.held]
+        return found if len(found) == len(self.modes) else []
 
     def verdicts(self, sites: list[Site], seen: dict[str, Met], ops: Choices) -> dict[int, Verdict]:
         """{id of a site: its verdict} where a decision holds: one of each kind of like modules is proved anew.
@@ -153,70 +167,71 @@ class Decisions:
         """
         found: dict[int, Verdict] = {}
         self.proved = 0
-        for name, like in self.find(sites).items():
-            entry = self.held.get(name)
-            if entry is None:
-                continue
-            firsts = {form_of(s.module): s for s in reversed(like)} if entry["replaced"] and like[0].path else {}
-            why = next((w for s in firsts.values() if (w := self._fault(s, seen, ops))), "")
-            if why:
-                self.ignore(name, f"of {like[0].path} it does not hold: {why}")
-                continue
-            found |= {id(s): Verdict(True, entry.get("share", 0.0), 1.0) for s in like}
+        named = self.find(sites)
+        kept = [like for n, like in named.items() if (e := self.entries(n)) and all(x["replaced"] for x in e)]
+        gone = {where for like in kept for site in like for where in site.covers}
+        for name, like in named.items():
+            entries = self.entries(name)
+            if entries and like[0].alone:
+                used = [e for e in entries if e["replaced"]] if like[0].path else []
+                firsts = {form_of(s.module): s for s in reversed(like)}.values() if used else ()
+                forms = list(dict.fromkeys(e.get("form", "") for e in used))
+                why = next((w for s in firsts for f in forms if (w := self._fault(formed(s, f), seen, ops))), "")
+                if why:
+                    self.ignore(name, f"of {like[0].path} it does not hold: {why}")
+                    continue
+            if entries or all((s.kind, s.path) in gone for s in like):
+                share = max((e.get("share", 0.0) for e in entries), default=0.0)
+                found |= {id(s): Verdict(True, share, 1.0) for s in like}
         return found
 
     def _fault(self, site: Site, seen: dict[str, Met], ops: Choices) -> str:
         self.proved += 1
         try:
-            verdict = prove(self.formed(site), seen[site.path], ops)
+            verdict = prove(site, seen[site.path], ops)
         except Exception as e:
             return error_line(e)
         return "" if verdict.ok else verdict.why
 
-    def formed(self, site: Site) -> Site:
-        """The site in the form that was decided for its group."""
-        form = self.held[name_of(site)].get("form", site.form)
-        return site.with_forms((form,)) if any(s.form == form for s in site.in_each_form()) else site
-
     def ignore(self, name: GroupName, why: str) -> None:
-        """From now on this entry does not count."""
-        self.ignored[self.keys[name]] = why
-        self.held.pop(name, None)
+        """From now on this group's entries do not count."""
+        for mode in self.modes:
+            self.ignored[f"{self.keys[name]} @ {mode}"] = why
+            self.held.pop((name, mode), None)
 
     def ignore_all(self, why: str) -> None:
-        for name in list(self.held):
+        for name in {name for name, _ in self.held}:
             self.ignore(name, why)
 
-    def disagree(self, calls: Iterable[Call], ops: Choices) -> bool:
+    def disagree(self, calls: Iterable[Call], ops: Choices, mode: str) -> bool:
         """Whether a decision was taken with another candidate than serves its op now; such ones are ignored from now on."""
         picked: dict[str, set[str]] = {}
         for call in calls:
             picked.setdefault(call.op, set()).add(ops.pick(discover()[call.op], call))
-        for name, entry in list(self.held.items()):
-            for op, impl in entry.get("impls", {}).items():
+        for (name, at), entry in list(self.held.items()):
+            for op, impl in entry.get("impls", {}).items() if at == mode else ():
                 if impl not in picked.get(op, ()):
                     self.ignore(name, f"it was timed with {op}/{impl}, which is not what serves it now")
-                    break
-            else:
-                continue
-            return True
+                    return True
         return False
 
-    def of(self, group: "SiteGroup") -> dict | None:
-        """The decision on a group, where it holds."""
-        return self.held.get(name_of(group.sites[0][0]))
+    def of(self, group: "SiteGroup", mode: str) -> dict | None:
+        """The decision on a group in a mode, where it holds."""
+        return self.held.get((name_of(group.sites[0][0]), mode))
 
-    def whole_key(self, groups: list["SiteGroup"]) -> str:
+    def whole_key(self, ways: list["Way"]) -> str:
         """Of the whole model with these groups replaced."""
-        parts = sorted((self.keys[name_of(g.sites[0][0])], len(g.sites)) for g in groups)
+        used = [(way.mode, g) for way in ways for g in way.groups if g.replaced]
+        parts = sorted((mode, self.keys[name_of(g.sites[0][0])], len(g.sites), g.form) for mode, g in used)
         form = digest(form_of(self.model), parts, [facts_of(c) for c in self.calls], self.around)
-        return f"model: {type(self.model).__name__}, {sum(len(g.sites) for g in groups)} modules {form}"
+        return f"model: {type(self.model).__name__}, {max(len(way.sites) for way in ways)} modules {form}"
 
-    def whole(self, groups: list["SiteGroup"]) -> dict | None:
+    def whole(self, ways: list["Way"]) -> dict | None:
         """The whole model's decision, where those of all these groups hold."""
-        if not groups or not all(self.of(g) for g in groups):
+        timed = [(g, way.mode) for way in ways for g in way.groups if g.replaced and g.sites[0][0].alone]
+        if not timed or not all(self.of(g, mode) for g, mode in timed):
             return None
-        entry = self.lock.swaps.get(key := self.whole_key(groups))
+        entry = self.lock.swaps.get(key := self.whole_key(ways))
         if entry is None or key in self.ignored or len(entry.get("batches", ())) != len(self.calls):
             return None
         self.timed_whole = False
@@ -225,12 +240,13 @@ class Decisions:
     def save(self, report: "Optimized", whole: dict | None, key: str) -> None:
         """What was decided now goes to the lock. A group of which a module failed its proof does not: it is proved in full."""
         date, made = datetime.datetime.now(datetime.timezone.utc).date().isoformat(), {}
-        for group in report.groups:
+        for mode, group in ((way.mode, g) for way in report.ways.values() for g in way.groups):
             name = name_of(group.sites[0][0])
-            if name in self.held or name not in self.keys or self.counts[name] != len(group.sites) or group.before_ms is None:
+            known = (name, mode) in self.held or name not in self.keys
+            if known or self.counts[name] != len(group.sites) or group.before_ms is None:
                 continue
             sources = {op: fingerprint(discover()[op], impl) for op, impl in group.impls.items()}
-            made[self.keys[name]] = {
+            made[f"{self.keys[name]} @ {mode}"] = {
                 "what": f"{group.kind}: {group.words}", "date": date, "replaced": group.replaced, "share": group.share,
                 "before_ms": group.before_ms, "after_ms": group.after_ms, "why": group.why, "impls": group.impls,
                 "form": group.form, "sources": sources,
@@ -243,14 +259,15 @@ class Decisions:
     def lines(self) -> list[str]:
         """What came from the lock, and which of its entries were ignored."""
         found = []
-        if self.held:
+        names = {name for name, _ in self.held}
+        if names:
             dates = sorted({e["date"] for e in self.held.values()})
             when = dates[0] if len(dates) == 1 else f"{dates[0]} to {dates[-1]}"
-            rest = len(self.held) < len(self.keys) or self.timed_whole
+            rest = len(names) < len(self.keys) or self.timed_whole
             found.append(
-                f"decisions on {len(self.held)} of {len(self.keys)} groups are the lock's, of {when}: one module of each that "
+                f"decisions on {len(names)} of {len(self.keys)} groups are the lock's, of {when}: one module of each that "
                 f"is replaced was proved anew ({self.proved} proofs), then all of them together; "
                 f"{'the rest was timed now' if rest else 'nothing was timed'}"
             )
-        ignored = {key.rpartition(" ")[0]: why for key, why in self.ignored.items()}
+        ignored = {key.partition(" @ ")[0].rpartition(" ")[0]: why for key, why in self.ignored.items()}
         return found + [f"the lock's decision on {what} was ignored: {why}" for what, why in ignored.items()]

@@ -1,6 +1,7 @@
 """whet.optimize: parts of a live model replaced where that is proved right and measured faster, in place, and put back."""
 
 import contextlib
+import functools
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -16,16 +17,31 @@ from whet.measure import now, race
 from whet.swap import Edit, Left, Met, Site
 from whet.swap._begin import allowed, in_allowed, prepared, refuse, refuse_step_options, undone, with_optimizer
 from whet.swap._given import usable
-from whet.swap._groups import AFTER, BEFORE, SiteGroup, _time_group, grouped, ratio, recorded
+from whet.swap._groups import BEFORE, SiteGroup, _time_group, grouped, ratio, recorded, without_covered
 from whet.swap._kept import Decisions, facts_of
+from whet.swap._memory import KIND as CHECKPOINT
 from whet.swap._memory import bytes_of, fit
 from whet.swap._proof import floating, prove
 from whet.swap._replace import Replaced, as_calls, cut, met_in, quiet, recognise, size_of, uncached
-from whet.tune import tune
+from whet.tune import modes_here, tune
 from whet.workload import Workload
 
 REACH = 1.5  # times as slow as the stock call: what a candidate is not proved for, since it could not be chosen
 Progress = Callable[[str, int, int], None]
+
+
+@dataclass
+class Way:
+    """What would be replaced, and by which candidates, as timed in one mode: launched by the host, or as CUDA graphs."""
+
+    mode: str
+    choices: Choices
+    groups: list[SiteGroup] = field(default_factory=list)
+    wrong: str = ""  # why all of it together is not right
+
+    @property
+    def sites(self) -> list[tuple[Site, Verdict]]:
+        return [s for g in self.groups if g.replaced for s in g.sites]
 
 
 @dataclass
@@ -48,6 +64,8 @@ class Optimized:
     allow: tuple[str, ...] = ()  # what may change the precision
     precision_before: str = ""  # of float32 products, where TF32 was allowed
     optimizer: str = ""  # whose step is part of the whole that was timed
+    ways: dict[str, Way] = field(default_factory=dict)  # by mode; `groups` and `choices` are those of the one that is used
+    way: str = ""
     dry: bool = False  # parts were found and proved, none replaced and none timed
 
     @property
@@ -55,6 +73,27 @@ class Optimized:
         """The groups that are replaced now."""
         there = {(s.kind, s.path) for s, _ in self.replaced.sites}
         return [g for g in self.groups if g.replaced and not self.dry and any((s.kind, s.path) in there for s, _ in g.sites)]
+
+    def choose(self, mode: str) -> None:
+        """From now on this is about what was decided in this mode."""
+        way = self.ways[mode]
+        self.way, self.groups, self.choices, self.replaced.sites = mode, way.groups, way.choices, way.sites
+        left = [Left(s.path, f"{g.words}: {g.why}", g.kind) for g in way.groups if not g.replaced for s, _ in g.sites]
+        self.replaced.left += left
+
+    @contextlib.contextmanager
+    def in_mode(self, mode: str) -> Iterator[None]:
+        """While it is on, what is replaced is what is best in this mode, where anything is replaced at all."""
+        way = self.ways.get(mode)
+        if way is None or way.wrong or mode == self.way or not self.replaced.sites or not way.sites:
+            yield
+            return
+        checkpointed = [s for s in self.replaced.sites if s[0].kind == CHECKPOINT]
+        try:
+            self.replaced.ask(way.choices, way.sites + checkpointed)
+            yield
+        finally:
+            self.replaced.ask(self.choices)
 
     def __repr__(self) -> str:
         return f"Optimized({sum(len(g.sites) for g in self.kept)} modules replaced)"
@@ -77,7 +116,7 @@ class Optimized:
             ],
             "entries": list(self.entries.values()), "note": self.note, "seconds": self.seconds,
             "batches": self.batches, "lock_lines": self.lock_lines, "memory": self.memory, "optimizer": self.optimizer,
-            "allow": list(self.allow),
+            "allow": list(self.allow), "way": self.way,
         }
 
 
@@ -145,7 +184,8 @@ def _optimize(
     report: Optimized, works: list[Workload], whole: list[Workload], calls: list[Met], lock: Lock, seconds: float,
     progress: Progress, keep_logits: bool | None,
 ) -> None:
-    decided = Decisions(lock, report.model, calls, works[0].kind, (keep_logits, report.optimizer, report.allow))
+    around = (keep_logits, report.optimizer, report.allow)
+    decided = Decisions(lock, report.model, calls, works[0].kind, around, modes_here())
     while not _attempt(report, works, whole, calls, seconds, progress, keep_logits, decided):
         report.groups, report.note = [], ""
     report.lock_lines = decided.lines()
@@ -177,57 +217,70 @@ def _decide(
     if not found.sites:
         report.note = "nothing was replaced"
         return True
-    asked = list(recorded(found, works).calls.values())
-    tuned = tune(asked, decided.lock, ("eager",), progress, seconds, reach=REACH)
-    report.choices, report.entries = tuned.choices["eager"], tuned.entries
-    if decided.disagree([call for call, _ in asked], report.choices):
+    asked = recorded(found, works)
+    tuned = tune(asked, decided.lock, decided.modes, progress, seconds, reach=REACH)
+    report.entries = tuned.entries
+    report.ways = {mode: Way(mode, tuned.choices[mode]) for mode in decided.modes if mode in tuned.choices}
+    if any([decided.disagree([call for call, _ in asked], way.choices, way.mode) for way in report.ways.values()]):
         return False
-    report.groups = grouped(found.sites)
     with uncached(model):
-        _groups(report, works[0], calls[0], seconds, progress, decided)
-        kept = [g for g in report.groups if g.replaced]
-        found.left += [Left(s.path, f"{g.words}: {g.why}", g.kind) for g in report.groups if not g.replaced for s, _ in g.sites]
-        found.sites = [s for g in kept for s in g.sites]
-        if found.sites:
+        for way in report.ways.values():
+            way.groups = _timed_groups(report, way, works[0], calls[0], seconds, progress, decided)
+        if any(way.sites for way in report.ways.values()):
             return _whole(report, whole, calls, seconds, decided)
+    report.choose(next(iter(report.ways)))
     decided.save(report, None, "")
     return True
 
 
-def _groups(
-    report: Optimized, work: Workload, call: Met, seconds: float, progress: Progress, decided: Decisions
-) -> None:
-    """Each group by the lock's decision, or timed at the largest batch."""
-    fresh = [g for g in report.groups if decided.of(g) is None]
-    met = met_in(report.model, call, {g.sites[0][0].path for g in fresh}) if fresh else {}
-    for i, group in enumerate(report.groups):
-        if entry := decided.of(group):
-            group.recall(entry)
-        else:
-            progress(f"timing {group.words}", i, len(report.groups))
-            _time_group(group, work, met, report.choices, seconds)
+def _timed_groups(
+    report: Optimized, way: Way, work: Workload, call: Met, seconds: float, progress: Progress, decided: Decisions
+) -> list[SiteGroup]:
+    """The groups, each by the lock's decision or timed at the largest batch; what covers others first."""
+    groups = grouped(report.replaced.sites + report.replaced.covered)
+    for covering in (True, False):
+        now_timed = [g for g in groups if any(s.covers for s, _ in g.sites) is covering]
+        fresh = [g for g in now_timed if decided.of(g, way.mode) is None and g.sites[0][0].alone]
+        met = met_in(report.model, call, {g.sites[0][0].path for g in fresh}) if fresh else {}
+        for i, group in enumerate(now_timed):
+            if entry := decided.of(group, way.mode):
+                group.recall(entry)
+            elif group.sites[0][0].alone:
+                progress(f"timing {group.words}", i, len(groups))
+                _time_group(group, work, met, way.choices, seconds, way.mode)
+        groups = without_covered(groups)
+    return groups
 
 
 def _whole(report: Optimized, works: list[Workload], calls: list[Met], seconds: float, decided: Decisions) -> bool:
     """All replacements together: proved once more, then timed against the model as it was, at every batch."""
-    found, kept = report.replaced, [g for g in report.groups if g.replaced]
+    found, ways = report.replaced, [way for way in report.ways.values() if way.sites]
     for small in {facts_of(c): c for c in map(cut, calls)}.values():
-        verdict = prove(together(found, small, works[0].kind == "train"), small, report.choices)
-        if not verdict.ok and decided.held:
-            decided.ignore_all(f"together they are wrong: {verdict.why}")
-            return False
-        if not verdict.ok:
-            found.restore()
-            found.left += [Left(s.path, f"together they are wrong: {verdict.why}", s.kind) for s, _ in found.sites]
-            found.sites, report.note = [], f"nothing was replaced: together the replacements are wrong: {verdict.why}"
-            return True
-    known, key = decided.whole(kept), decided.whole_key(kept)
-    report.batches = known["batches"] if known else [_race_whole(report, w, c, seconds) for w, c in zip(works, calls)]
+        for way in ways:
+            found.sites = way.sites
+            verdict = prove(together(found, small, works[0].kind == "train"), small, way.choices)
+            if not verdict.ok and decided.held:
+                decided.ignore_all(f"together they are wrong: {verdict.why}")
+                return False
+            if not verdict.ok:
+                way.wrong = verdict.why
+    right = [way for way in ways if not way.wrong]
+    if not right:
+        found.restore()
+        found.left += [Left(s.path, f"together they are wrong: {ways[0].wrong}", s.kind) for s, _ in ways[0].sites]
+        report.groups, report.choices, found.sites = ways[0].groups, ways[0].choices, []
+        report.note = f"nothing was replaced: together the replacements are wrong: {ways[0].wrong}"
+        return True
+    known, key = decided.whole(right), decided.whole_key(right)
+    report.batches = known["batches"] if known else [_race_whole(report, right, w, c, seconds) for w, c in zip(works, calls)]
+    mode, slower = best_of(report.batches, [way.mode for way in right])
+    for b in report.batches:
+        b["after_ms"], b["slower"] = b["ms"][mode], mode in b["slower_in"]
     report.before_ms, report.after_ms = (report.batches[0][name] for name in ("before_ms", "after_ms"))
-    slower = [b for b in report.batches if b["slower"]]
+    report.choose(mode)
     if slower:
         found.restore()
-        at = f" at {slower[0]['batch']}" if len(calls) > 1 else ""
+        at = f" at {slower}" if len(calls) > 1 else ""
         found.sites, report.note = [], f"nothing was replaced: all together it is not faster{at}"
     else:
         found.ask(report.choices)
@@ -237,23 +290,33 @@ def _whole(report: Optimized, works: list[Workload], calls: list[Met], seconds: 
     return True
 
 
-def _race_whole(report: Optimized, work: Workload, call: Met, seconds: float) -> dict:
-    """The whole step before and after, in turns."""
+def best_of(batches: list[dict], modes: list[str]) -> tuple[str, str]:
+    """The way that is slower at no batch and takes the least time; where every one is slower somewhere, at which batch."""
+    fine = [m for m in modes if not any(m in b["slower_in"] for b in batches)]
+    mode = min(fine or modes, key=lambda m: sum(b["ms"][m] for b in batches))
+    return mode, "" if fine else next(b["batch"] for b in batches if mode in b["slower_in"])
+
+
+def _race_whole(report: Optimized, ways: list[Way], work: Workload, call: Met, seconds: float) -> dict:
+    """The whole step before and after, each way, in turns."""
     found = report.replaced
 
-    def step(after: bool):
-        found.ask(report.choices) if after else found.restore()
+    def step(way: Way | None):
+        found.ask(way.choices, way.sites) if way else found.restore()
         if report.precision_before:
-            torch.set_float32_matmul_precision("high" if after else report.precision_before)
+            torch.set_float32_matmul_precision("high" if way else report.precision_before)
         return work.step()
 
+    runs: dict[str, Callable] = {BEFORE: lambda: step(None)} | {way.mode: functools.partial(step, way) for way in ways}
     with undone(work):
-        raced = race({BEFORE: lambda: step(False), AFTER: lambda: step(True)}, keep=BEFORE, seconds=seconds, flush=False)
+        raced = race(runs, keep=BEFORE, seconds=seconds, flush=False)
     if report.precision_before:
         torch.set_float32_matmul_precision("high")
+    times, result = raced.timings, raced.outcome
+    surely = result.chosen == BEFORE and not result.tied
     return {
-        "batch": size_of(call), "before_ms": raced.timings[BEFORE].ms, "after_ms": raced.timings[AFTER].ms,
-        "slower": raced.outcome.chosen == BEFORE and not raced.outcome.tied,
+        "batch": size_of(call), "before_ms": times[BEFORE].ms, "ms": {way.mode: times[way.mode].ms for way in ways},
+        "slower_in": [w.mode for w in ways if surely or result.chosen == BEFORE and result.ratios[w.mode].slower],
     }
 
 

@@ -21,10 +21,14 @@ Known = Callable[[list[Site], dict[str, Met], Choices], dict[int, Verdict]]
 
 @dataclass
 class Replaced:
-    """What was replaced in a model, what was not, and how to put it back."""
+    """What was replaced in a model, what was not, and how to put it back.
+
+    covered  sites that were proved and have no effect, since others cover them; for when those are not kept
+    """
 
     model: nn.Module
     sites: list[tuple[Site, Verdict]] = field(default_factory=list)
+    covered: list[tuple[Site, Verdict]] = field(default_factory=list)
     left: list[Left] = field(default_factory=list)
     journal: Journal = field(default_factory=Journal)
     last: tuple[Choices, list[Site], list[Edit]] | None = None  # made once for a race, whose every round asks anew
@@ -172,7 +176,15 @@ def recognise(
                 if not verdict.ok:
                     words = f"{site.words}, {form}" if form and len(proofs) > 1 else site.words
                     found.left.append(Left(site.path, f"{words}: {verdict.why}", site.kind))
+    found.sites, found.covered = split_covered(found.sites)
     return found
+
+
+def split_covered(sites: list[tuple[Site, Verdict]]) -> tuple[list[tuple[Site, Verdict]], list[tuple[Site, Verdict]]]:
+    """Sites that have an effect, and those that others of them cover."""
+    gone = {where for site, _ in sites for where in site.covers}
+    covered = [s for s in sites if (s[0].kind, s[0].path) in gone]
+    return [s for s in sites if not any(s is c for c in covered)], covered
 
 
 def drops_too_much(site: Site, keep_logits: bool | None) -> str | None:

@@ -5,6 +5,7 @@ from collections.abc import Iterator
 from torch import nn
 
 from whet.swap import Edit, Left, Met, Site
+from whet.swap._causal import mask
 
 NAME = "whet"
 INTERNAL = "_attn_implementation_internal"
@@ -35,12 +36,12 @@ def attend(
 def register() -> bool:
     """Make the interface known to Transformers, masks as for SDPA: None where the kernel's own causal mask does."""
     try:
-        from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS, sdpa_mask
+        from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
         from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
     except ImportError:
         return False
     ALL_ATTENTION_FUNCTIONS.register(NAME, attend)
-    ALL_MASK_ATTENTION_FUNCTIONS.register(NAME, sdpa_mask)
+    ALL_MASK_ATTENTION_FUNCTIONS.register(NAME, mask)
     return True
 
 

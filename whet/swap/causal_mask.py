@@ -55,4 +55,4 @@ def find(model: nn.Module, met: dict[str, Met]) -> Iterator[Site | Left]:
         if any(met[path].kwargs.get(k) is not None for k in GIVEN):
             yield Left(path, "it is given a mask, positions or a cache")
             continue
-        yield Site(path, module, edits, "causal mask that is not built", asks=False)  # type: ignore[call-arg]
+        yield Site(path, module, edits, "causal mask that is not built", asks=False, alone=False)

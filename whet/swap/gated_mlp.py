@@ -210,4 +210,8 @@ def find(model: nn.Module, met: dict[str, Met]) -> Iterator[Site | Left]:
 
         words, apart_name = f"{form.activation} between {', '.join(form.names)}", "gate and up apart"
         forms = product_forms(module, form, met[path])
-        yield Site(path, module, edits_with(form), words, form=apart_name if len(form.names) == 3 else "", forms=forms)
+        inside = [n for n, _ in module.named_children() if n not in form.names]
+        yield Site(
+            path, module, edits_with(form), words, form=apart_name if len(form.names) == 3 else "", forms=forms,
+            covers=tuple(("activations", f"{path}.{n}" if path else n) for n in inside),
+        )

@@ -1,6 +1,7 @@
 """RMSNorm and LayerNorm modules, known by what they compute: by weight, by 1 + weight (Gemma), or without one."""
 
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -97,25 +98,49 @@ def replaced(ops, form: str, eps: float | None, biased: bool) -> Callable:
     return rms if op == "rms_norm" else layer
 
 
+@dataclass(frozen=True)
+class KnownNorm:
+    """A norm's class and the formula that gives what it gives; eps None is torch's own, which goes by the dtype."""
+
+    type: type
+    form: str
+    eps: float | None
+    words: str
+
+
+def known_norm(module: nn.Module, call: Met) -> KnownNorm | str | None:
+    """What a norm computes; or why it is left; None: the module is none."""
+    if not looks_like_one(module):
+        return None
+    if not plainly_called(call) or not call.args[0].is_floating_point():
+        return "it is called with more than one tensor"
+    x, eps = call.args[0], eps_of(module)
+    if eps == UNCLEAR:
+        return "which of its numbers is the epsilon is not clear"
+    form = form_of(module, x, eps)
+    if form is None:
+        return f"{type(module).__name__} computes neither an RMSNorm nor a LayerNorm over its last dimension"
+    return KnownNorm(type(module), form, eps, f"{form} of {x.shape[-1]}, eps {eps_in(eps, x):g}")
+
+
+def rms_norms_in(path: str, module: nn.Module, met: dict[str, Met]) -> Iterator[tuple[str, str, KnownNorm]]:
+    """(name, path, formula) of the children of a module that are RMSNorms."""
+    for name, child in module.named_children():
+        where = f"{path}.{name}" if path else name
+        norm = known_norm(child, met[where]) if where in met else None
+        if isinstance(norm, KnownNorm) and FORMS[norm.form][0] == "rms_norm":
+            yield name, where, norm
+
+
 def find(model: nn.Module, met: dict[str, Met]) -> Iterator[Site | Left]:
     for path, module in model.named_modules():
-        if path not in met or not looks_like_one(module):
-            continue
-        call = met[path]
-        if not plainly_called(call) or not call.args[0].is_floating_point():
-            yield Left(path, "it is called with more than one tensor")
-            continue
-        x = call.args[0]
-        eps = eps_of(module)
-        if eps == UNCLEAR:
-            yield Left(path, "which of its numbers is the epsilon is not clear")
-            continue
-        form = form_of(module, x, eps)
-        if form is None:
-            yield Left(path, f"{type(module).__name__} computes neither an RMSNorm nor a LayerNorm over its last dimension")
+        norm = known_norm(module, met[path]) if path in met else None
+        if isinstance(norm, str):
+            yield Left(path, norm)
+        if not isinstance(norm, KnownNorm):
             continue
 
-        def edits(module, ops, form=form, eps=eps):
-            return new_forward(module, replaced(ops, form, eps, getattr(module, "bias", None) is not None))
+        def edits(module, ops, norm=norm):
+            return new_forward(module, replaced(ops, norm.form, norm.eps, getattr(module, "bias", None) is not None))
 
-        yield Site(path, module, edits, f"{form} of {x.shape[-1]}, eps {eps_in(eps, x):g}")
+        yield Site(path, module, edits, norm.words)

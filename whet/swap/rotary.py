@@ -22,19 +22,26 @@ def own_forward(module: nn.Module) -> types.FunctionType | None:
     return forward if callable(forward.__globals__.get(NAME)) else None
 
 
+def plain_options(rest: tuple, options: dict) -> bool:
+    """Whether a call of the rotation asks for nothing else than heads in the second dimension."""
+    return not rest and options in ({}, {"unsqueeze_dim": 1})
+
+
+def tables_and_rows(cos: torch.Tensor, sin: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, int | torch.Tensor]:
+    """Tables (P, R/2) and positions as ops take them, of cos and sin (1 or B, S, R), each half of a row the same."""
+    half = cos.shape[-1] // 2
+    if cos.shape[0] == 1:
+        return cos[0, :, :half], sin[0, :, :half], 0
+    rows = torch.arange(cos.shape[0] * cos.shape[1], device=cos.device).view(cos.shape[:2])
+    return cos[..., :half].flatten(0, 1), sin[..., :half].flatten(0, 1), rows
+
+
 def rotation(ops, theirs: Callable) -> Callable:
-    """The same function through ops.rope. cos and sin are (1 or B, S, R), each half of a row the same.
+    """The same function through ops.rope.
 
     At sizes that were not measured, such as one token of a decoding, the module's own: the stock call of the op takes longer.
     """
     rope, measured = ops.rope, {}  # type: Callable, dict[tuple, bool]
-
-    def given(q, k, cos, sin) -> tuple:
-        half = cos.shape[-1] // 2
-        if cos.shape[0] == 1:
-            return q, k, cos[0, :, :half], sin[0, :, :half]
-        rows = torch.arange(cos.shape[0] * cos.shape[1], device=cos.device).view(cos.shape[:2])
-        return q, k, cos[..., :half].flatten(0, 1), sin[..., :half].flatten(0, 1), rows
 
     def known(q, k, cos, sin) -> bool:
         if torch.compiler.is_compiling():
@@ -43,14 +50,14 @@ def rotation(ops, theirs: Callable) -> Callable:
         if key not in measured:
             if len(measured) > 4096:  # lengths that never repeat
                 measured.clear()
-            measured[key] = ops.measured("rope", *given(q, k, cos, sin))
+            measured[key] = ops.measured("rope", q, k, *tables_and_rows(cos, sin))
         return measured[key]
 
     def apply_rotary_pos_emb(q, k, cos, sin, *rest, **options):
-        others = rest or options not in ({}, {"unsqueeze_dim": 1})
-        if others or cos.dim() != 3 or q.dim() != 4 or k.dim() != 4 or q.shape[2] != cos.shape[1] or not known(q, k, cos, sin):
+        own = not plain_options(rest, options)
+        if own or cos.dim() != 3 or q.dim() != 4 or k.dim() != 4 or q.shape[2] != cos.shape[1] or not known(q, k, cos, sin):
             return theirs(q, k, cos, sin, *rest, **options)
-        return rope(*given(q, k, cos, sin))
+        return rope(q, k, *tables_and_rows(cos, sin))
 
     return apply_rotary_pos_emb
 

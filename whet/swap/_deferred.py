@@ -1,0 +1,94 @@
+"""A module's own forward, run with another `self`: its children give results that wait for what is asked of them next.
+
+The forward is the module's own code; only what it finds under `self.<child>` is a stand-in, and only while it runs. Results
+that wait are `Deferred`: whatever is done with one that it does not wait for is done with its tensor.
+"""
+
+import types
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils._pytree import tree_map
+
+
+class Deferred:
+    """A tensor that may not be computed yet: in every use but those that a subclass knows, it is its tensor."""
+
+    def tensor(self) -> torch.Tensor:
+        raise NotImplementedError
+
+    @classmethod
+    def __torch_function__(cls, func, types, args=(), kwargs=None):
+        return func(*tree_map(settled, args), **tree_map(settled, kwargs or {}))
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.tensor(), name)
+
+
+def settled(value: Any) -> Any:
+    """A value as it is; of one that waits, its tensor."""
+    return value.tensor() if isinstance(value, Deferred) else value
+
+
+def _operator(name: str) -> Callable:
+    def operator(self, *others):
+        return getattr(self.tensor(), name)(*map(settled, others))
+
+    return operator
+
+
+OPERATORS = (
+    "add", "radd", "sub", "rsub", "mul", "rmul", "truediv", "rtruediv", "pow", "rpow", "matmul", "rmatmul", "neg", "abs",
+    "lt", "le", "gt", "ge", "eq", "ne", "getitem", "setitem", "len", "iter", "bool", "float", "int",
+)
+for _name in OPERATORS:  # Python looks these up on the class
+    setattr(Deferred, f"__{_name}__", _operator(f"__{_name}__"))
+Deferred.__hash__ = object.__hash__  # type: ignore[method-assign]
+
+
+class SelfWith:
+    """A module in whose eyes some attributes are others: stand_in(name, value) -> what it finds under that name."""
+
+    def __init__(self, module: nn.Module, stand_in: Callable[[str, Any], Any]):
+        self.__dict__.update(_whet_module=module, _whet_stand_in=stand_in)
+
+    @property  # type: ignore[misc]
+    def __class__(self):  # so that isinstance and super() in its code go on working
+        return type(self.__dict__["_whet_module"])
+
+    def __getattr__(self, name: str) -> Any:
+        return self.__dict__["_whet_stand_in"](name, getattr(self.__dict__["_whet_module"], name))
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        setattr(self.__dict__["_whet_module"], name, value)
+
+
+class StandIn:
+    """A child as its parent's forward sees it: called by `call`, all else its own."""
+
+    def __init__(self, module: nn.Module, call: Callable):
+        self._whet_module, self._whet_call = module, call
+
+    @property  # type: ignore[misc]
+    def __class__(self):
+        return type(self._whet_module)
+
+    def __call__(self, *args, **kwargs):
+        return self._whet_call(self._whet_module, *args, **kwargs)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._whet_module, name)
+
+
+def own_function(module: nn.Module) -> types.FunctionType | None:
+    """The Python function behind a module's forward, which can be given another self."""
+    function, bound_to = (getattr(module.forward, name, None) for name in ("__func__", "__self__"))
+    return function if isinstance(function, types.FunctionType) and bound_to is module else None
+
+
+def watched(module: nn.Module) -> bool:
+    """Whether someone hangs on this module's own call: hooks, or a forward that was put in place of its class's."""
+    hooks: Iterable = (module._forward_hooks, module._forward_pre_hooks, module._backward_hooks, module._backward_pre_hooks)
+    return any(hooks) or "forward" in vars(module)

@@ -1,0 +1,153 @@
+"""The sum of a residual and the RMSNorm that follows it, in a block such as a decoder layer's: both results from one op.
+
+`h = residual + attn(norm1(x)); out = h + mlp(norm2(h))`: the block's own forward runs with children whose results wait to be
+summed, and a sum waits for its norm. The children are called as modules, the norm that is part of the op apart.
+"""
+
+import functools
+import types
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils._pytree import tree_map
+
+from whet.choices import Choices
+from whet.swap import Edit, Left, Met, Site
+from whet.swap._deferred import Deferred, SelfWith, StandIn, own_function, settled, watched
+from whet.swap._replace import quiet
+from whet.swap.norms import FORMS, KnownNorm, eps_in, rms_norms_in
+
+ADDS = (torch.Tensor.add, torch.Tensor.__add__, torch.Tensor.__radd__, torch.add)
+
+
+class Addend(Deferred):
+    """A child's result, computed: a sum of it with another tensor may wait."""
+
+    def __init__(self, value: torch.Tensor):
+        self._value = value
+
+    def tensor(self) -> torch.Tensor:
+        return self._value
+
+    def __add__(self, other):
+        return added(self, other)
+
+    def __radd__(self, other):
+        return added(other, self)
+
+    @classmethod
+    def __torch_function__(cls, func, types, args=(), kwargs=None):
+        if func in ADDS and len(args) == 2 and not kwargs:
+            return added(*args)
+        return super().__torch_function__(func, types, args, kwargs)
+
+
+class PendingSum(Addend):
+    """x + res, which a norm may compute together with its own result."""
+
+    def __init__(self, x: torch.Tensor, res: torch.Tensor):
+        self.x, self.res = x, res
+        self.sum: torch.Tensor | None = None
+
+    def tensor(self) -> torch.Tensor:
+        if self.sum is None:
+            self.sum = self.x + self.res
+        return self.sum
+
+
+def added(x: Any, res: Any) -> Any:
+    x, res = settled(x), settled(res)
+    if not isinstance(x, torch.Tensor) or not isinstance(res, torch.Tensor) or x.shape != res.shape or x.device != res.device:
+        return x + res
+    return PendingSum(x, res) if x.is_floating_point() and res.is_floating_point() else x + res
+
+
+def addends(out: Any) -> Any:
+    """A child's result, or each of several, ready to be summed."""
+    if isinstance(out, torch.Tensor):
+        return Addend(out)
+    return tuple(addends(o) if isinstance(o, torch.Tensor) else o for o in out) if type(out) is tuple else out
+
+
+def call_child(module: nn.Module, *args, **kwargs) -> Any:
+    """A child called as ever, its results ready to be summed."""
+    drops = type(module) is not nn.Dropout or (module.p > 0 and module.training)
+    if not drops and len(args) == 1 and not kwargs and not watched(module):
+        return args[0]  # the identity: what it is given may wait on
+    return addends(module(*map(settled, args), **{k: settled(v) for k, v in kwargs.items()}))
+
+
+def call_norm(module: nn.Module, *args, norm: KnownNorm, op: Callable, note: Callable, **kwargs) -> Any:
+    """The norm of a sum that waits, and that sum, from the op; of anything else, the module's own."""
+    h = args[0] if len(args) == 1 and not kwargs else None
+    if not isinstance(h, PendingSum) or h.sum is not None or type(module) is not norm.type:
+        return call_child(module, *args, **kwargs)
+    note(module)
+    if watched(module):
+        return call_child(module, *args, **kwargs)
+    y, h.sum = op(h.x, h.res, FORMS[norm.form][1](module, h.x), eps_in(norm.eps, h.x))
+    return Addend(y)
+
+
+def run(module: nn.Module, own: Callable, op: Callable, norms: dict[str, KnownNorm], call: Met, note: Callable) -> Any:
+    """The module's own forward, its children standing in for themselves."""
+    def stand_in(name: str, value: Any) -> Any:
+        if not isinstance(value, nn.Module):
+            return value
+        special = functools.partial(call_norm, norm=norms[name], op=op, note=note) if name in norms else None
+        return StandIn(value, special or call_child)
+
+    out = own(SelfWith(module, stand_in), *call.args, **call.kwargs)
+    return settled(out) if isinstance(out, (Deferred, torch.Tensor)) else tree_map(settled, out)
+
+
+def replaced(own: Callable, op: Callable, norms: dict[str, KnownNorm]) -> Callable:
+    def forward(self, *args, **kwargs):
+        if torch.compiler.is_compiling():  # Inductor fuses the sum into the norm's formula itself
+            return own(self, *args, **kwargs)
+        return run(self, own, op, norms, Met(args, kwargs), lambda module: None)
+
+    return forward
+
+
+def is_block(module: nn.Module, own: types.FunctionType) -> bool:
+    """Whether every module that its forward calls is a child by name, called there and then: no list, no checkpoint inside."""
+    lists = any(isinstance(child, (nn.ModuleList, nn.ModuleDict)) for child in module.children())
+    return not lists and not any("checkpoint" in name for name in own.__code__.co_names)
+
+
+def norms_of_sums(module: nn.Module, own: Callable, norms: dict[str, KnownNorm], call: Met) -> list[nn.Module]:
+    """The norms that are given a sum with a child's result in one run of the module."""
+    found: list[nn.Module] = []
+    try:
+        with quiet(module), torch.no_grad():
+            run(module, own, Choices().add_rms_norm, norms, call, found.append)
+    except Exception:  # its code asks of self or of a child's result what only the real ones have
+        return []
+    return found
+
+
+def find(model: nn.Module, met: dict[str, Met]) -> Iterator[Site | Left]:
+    for path, module in model.named_modules():
+        own = own_function(module)
+        if path not in met or own is None or not is_block(module, own):
+            continue
+        children = {name: (where, norm) for name, where, norm in rms_norms_in(path, module, met)}
+        norms = {name: norm for name, (_, norm) in children.items()}
+        summed = norms_of_sums(module, own, norms, met[path]) if norms else []
+        free = {n: norms[n] for n in norms if any(getattr(module, n) is m and not watched(m) for m in summed)}
+        if summed and not free:
+            yield Left(path, "the norm of its sum has hooks, or a forward of its own, that would not be called")
+        if not free:
+            continue
+
+        def edits(module, ops, norms=free):
+            own = own_function(module)
+            assert own is not None
+            return [Edit(module, "forward", types.MethodType(replaced(own, ops.add_rms_norm, norms), module))]
+
+        words = ", ".join(sorted({norm.words for norm in free.values()}))
+        covers = tuple(("norms", children[name][0]) for name in free)
+        yield Site(path, module, edits, f"residual sum and {words}", covers=covers)
