@@ -38,13 +38,15 @@ def run(folder, callbacks=(), model=None, resume=None, steps: int = 4, **options
     trainer.train(resume_from_checkpoint=resume)
     losses = [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
     metrics = {k: v for k, v in trainer.evaluate().items() if k in ("eval_loss", "eval_mean")}
-    return losses, metrics, torch.tensor(trainer.predict(Rows(4)).predictions), trainer
+    metrics = {k: torch.tensor(v) for k, v in metrics.items()}
+    return torch.tensor(losses), metrics, torch.tensor(trainer.predict(Rows(4)).predictions), trainer
 
 
 def same(one, other) -> None:
-    assert one[0] == pytest.approx(other[0], rel=1e-5) and len(one[0]) >= 4
-    assert one[1] == pytest.approx(other[1], rel=1e-4) and len(one[1]) == 2
-    torch.testing.assert_close(one[2], other[2], rtol=1e-4, atol=1e-5)
+    """Losses, metrics and predictions: as close as float32 has it."""
+    assert len(one[0]) >= 4 and len(one[1]) == 2
+    for got, expected in zip(one[:3], other[:3]):
+        torch.testing.assert_close(got, expected)
 
 
 @pytest.mark.parametrize("options", [
@@ -97,4 +99,5 @@ def accelerated(optimised: bool) -> list[float]:
 
 def test_a_loop_of_accelerate_has_the_same_losses(swapped_at_once):
     expected = accelerated(False)
-    assert accelerated(True) == pytest.approx(expected, rel=1e-5) and len(expected) == 8
+    assert len(expected) == 8
+    torch.testing.assert_close(torch.tensor(accelerated(True)), torch.tensor(expected))
