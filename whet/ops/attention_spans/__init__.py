@@ -15,8 +15,8 @@ from whet.values import changed, families
 # forward/dq/dkdv by BLOCK_D; the first is the default, the rest are what tuning tries beside it.
 DESCRIBED = {
     16: ("64x64w4s3/64x64w4s3/64x64w4s3",), 32: ("64x64w4s3/64x64w4s3/64x64w4s3",),
-    64: ("64x64w4s3/64x64w4s3/64x64w4s3", "128x64w4s3/64x64w4s2/32x64w4s3", "64x128w4s2/128x64w8s2/64x128w8s2"),
-    128: ("64x64w4s3/64x64w4s2/64x64w8s2", "128x64w8s3/64x64w8s2/64x128w8s2", "128x128w8s2/128x64w8s2/32x64w4s2"),
+    64: ("64x64w4s3/64x64w4s3/32x64w4s3", "128x64w4s3/64x64w4s2/64x64w4s3", "64x128w4s2/128x64w8s2/64x128w8s2"),
+    128: ("64x64w4s3/64x64w4s2/32x64w4s2", "128x64w8s3/64x64w8s2/64x64w8s2", "128x128w8s2/128x64w8s2/32x64w4s2"),
     256: ("64x64w8s2/64x32w8s2/32x64w8s2",),
 }
 OTHERS = {
@@ -135,7 +135,8 @@ OP = Op(
                 "dtypes other than fp32, fp16, bf16", "head sizes under 16 or over 256", "a scale of 0 or less",
                 "lengths of 2^30 and more",
             ),
-            spills="float32, whose products take three times the operands; head size 256",
+            spills="float32, whose products take three times the operands; head size 256; and 48 bytes where heads of 64 are "
+            "grouped, in a tile that tuning tries",
         ),
     },
     dynamic=("B", "Lq", "Lk"),
