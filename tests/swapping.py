@@ -20,10 +20,19 @@ WHISPER = dict(
     vocab_size=96, d_model=64, encoder_layers=2, decoder_layers=2, encoder_attention_heads=4, decoder_attention_heads=4,
     encoder_ffn_dim=160, decoder_ffn_dim=160, num_mel_bins=8, max_source_positions=20, max_target_positions=32, dropout=0.0,
     pad_token_id=0, bos_token_id=1, eos_token_id=2, decoder_start_token_id=1)
-DECODER = dict(norms=3, residual_norm=2, gated_mlp=2, rotary=2, attention=2, lm_head=1)
+DECODER = dict(causal_mask=1, norms=3, residual_norm=2, gated_mlp=2, rotary=2, attention=2, lm_head=1)
 QK_NORMED = {k: v for k, v in DECODER.items() if k != "rotary"} | dict(qk_norm_rotary=2)
-UNMASKED = {k: v for k, v in DECODER.items() if k != "attention"}
-MASKED = "it is called with a mask"
+
+
+
+def unmasked(counts: dict) -> dict:
+    """The same for a batch that comes with a mask or with positions."""
+    return {k: v for k, v in counts.items() if k != "causal_mask"}
+
+
+GIVEN_MASK = unmasked(DECODER)
+NOT_SEEN = {k: v for k, v in GIVEN_MASK.items() if k != "attention"}
+GAPS = "a mask in which a query sees more than one run of keys"
 NO_SWIGLU = ("computes no SwiGLU", "called with more than one tensor")  # attention's linears have the sizes of an MLP's
 OTHER_LOSS = "its loss is ForMaskedLMLoss"
 OWN_LOSS = "never asks its loss_function"
@@ -39,6 +48,24 @@ def padded() -> dict:
     data, mask = batch(), torch.ones(2, 24, dtype=torch.long)
     mask[1, 18:] = 0
     return dict(input_ids=data["input_ids"], labels=data["labels"].masked_fill(mask == 0, -100), attention_mask=mask)
+
+
+def left_padded() -> dict:
+    """The second row begins after 7 tokens, which see nothing."""
+    data, mask = batch(), torch.ones(2, 24, dtype=torch.long)
+    mask[1, :7] = 0
+    return dict(input_ids=data["input_ids"], labels=data["labels"].masked_fill(mask == 0, -100), attention_mask=mask)
+
+
+def all_ones() -> dict:
+    return batch() | dict(attention_mask=torch.ones(2, 24, dtype=torch.long))
+
+
+def with_gaps() -> dict:
+    """A token in the middle of the second row is masked: later ones see keys on both sides of it."""
+    data, mask = batch(), torch.ones(2, 24, dtype=torch.long)
+    mask[1, 9] = 0
+    return data | dict(attention_mask=mask)
 
 
 def packed() -> dict:
@@ -74,11 +101,17 @@ class Family(NamedTuple):
 
 FAMILIES = {
     "Llama": Family("LlamaForCausalLM", "LlamaConfig", SMALL, DECODER),
-    "Llama, padded": Family("LlamaForCausalLM", "LlamaConfig", SMALL, UNMASKED, dict(attention=MASKED), padded),
-    "Llama, packed": Family("LlamaForCausalLM", "LlamaConfig", SMALL, UNMASKED, dict(attention=MASKED), packed),
+    "Llama, padded": Family("LlamaForCausalLM", "LlamaConfig", SMALL, GIVEN_MASK, {}, padded),
+    "Llama, padded left": Family("LlamaForCausalLM", "LlamaConfig", SMALL, GIVEN_MASK, {}, left_padded),
+    "Llama, packed": Family("LlamaForCausalLM", "LlamaConfig", SMALL, GIVEN_MASK, {}, packed),
+    "Llama, masked in the middle": Family("LlamaForCausalLM", "LlamaConfig", SMALL, NOT_SEEN, dict(attention=GAPS), with_gaps),
     "Qwen2": Family("Qwen2ForCausalLM", "Qwen2Config", SMALL, DECODER),
-    "Qwen2, padded": Family("Qwen2ForCausalLM", "Qwen2Config", SMALL, UNMASKED, dict(attention=MASKED), padded),
+    "Qwen2, padded": Family("Qwen2ForCausalLM", "Qwen2Config", SMALL, GIVEN_MASK, {}, padded),
     "Qwen3": Family("Qwen3ForCausalLM", "Qwen3Config", SMALL | {"head_dim": 16}, QK_NORMED),
+    "Qwen3, padded left": Family(
+        "Qwen3ForCausalLM", "Qwen3Config", SMALL | {"head_dim": 16}, unmasked(QK_NORMED), {}, left_padded),
+    "Qwen3, packed": Family("Qwen3ForCausalLM", "Qwen3Config", SMALL | {"head_dim": 16}, unmasked(QK_NORMED), {}, packed),
+    "Mistral, a window": Family("MistralForCausalLM", "MistralConfig", SMALL | {"sliding_window": 8}, GIVEN_MASK, {}, padded),
     "Mistral": Family("MistralForCausalLM", "MistralConfig", SMALL | {"sliding_window": None}, DECODER),
     "Gemma2": Family(
         "Gemma2ForCausalLM", "Gemma2Config", SMALL | {"head_dim": 16},

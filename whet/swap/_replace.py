@@ -80,16 +80,36 @@ def as_call(batch: Any) -> Met:
 
 
 def cut(call: Met) -> Met:
-    """A small part of a batch: a few rows; of what is (rows, length), a few tokens of each."""
+    """A small part of a batch: a few rows; of what is (rows, length), a few tokens of each.
+
+    Where tokens are masked, or documents packed, the part has such an edge in its middle and a row with it.
+    """
     tensors = [t for t in (*call.args, *call.kwargs.values()) if isinstance(t, torch.Tensor) and t.dim()]
     rows = tensors[0].shape[0] if tensors else 0
+    row, length, at = edge(call, rows)
+    taken = slice(ROWS) if row < ROWS else slice(0, row + 1, row)  # the first row, and the one with the edge
+    start = max(0, min(at - LENGTH // 2, length - LENGTH))
 
     def one(t):
         if not isinstance(t, torch.Tensor) or not t.dim() or t.shape[0] != rows:
             return t
-        return t[:ROWS, :LENGTH] if t.dim() == 2 and not t.is_floating_point() else t[:ROWS]
+        if t.dim() != 2 or t.is_floating_point():
+            return t[taken]
+        return t[taken, start : start + LENGTH] if t.shape[1] == length else t[taken, :LENGTH]
 
     return Met(tree_map(one, call.args), tree_map(one, call.kwargs))
+
+
+def edge(call: Met, rows: int) -> tuple[int, int, int]:
+    """(row, length, column): where a row's padding begins or ends, or a packed document starts; (0, 0, 0): there is none."""
+    mask, positions = (call.kwargs.get(name) for name in ("attention_mask", "position_ids"))
+    for t, step in ((mask, 0), (positions if mask is None else None, 1)):
+        if isinstance(t, torch.Tensor) and t.dim() == 2 and t.shape[0] == rows and not t.is_floating_point():
+            found = (t.long().diff(dim=1) != step).nonzero()
+            if len(found):
+                row, column = found[0].tolist()
+                return row, t.shape[1], column + 1
+    return 0, 0, 0
 
 
 def kept(value: Any) -> Any:

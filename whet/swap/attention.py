@@ -1,15 +1,24 @@
-"""Attention of Hugging Face models, by their own attention interface: for this model's config alone."""
+"""Attention of Hugging Face models, by their own attention interface: for this model's config alone.
 
+Without a mask ops.attention serves. A mask in which each query sees one run of keys, as padding, packed documents and
+windows make it, is read into spans and ops.attention_spans serves. Each only where the proof came to it.
+"""
+
+import inspect
 from collections.abc import Iterator
 
 from torch import nn
 
 from whet.swap import Edit, Left, Met, Site
 from whet.swap._causal import mask
+from whet.swap._masks import readable, spans_in
 
 NAME = "whet"
 INTERNAL = "_attn_implementation_internal"
 KEPT = ("output_attentions", "softcap", "position_bias", "s_aux", "cache", "head_mask")  # options that SDPA's own serves
+
+UNASKED = "it is called with a position bias or dropout, which ops.attention has no argument for"
+MASKED = "it is called with a mask in which a query sees more than one run of keys, a position bias or dropout"
 
 
 def asked(option) -> bool:
@@ -23,14 +32,27 @@ def attend(
     from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
     ops = getattr(module, "_whet_ops", None)  # a module that was left shares its config with those that were not
-    if ops is None or attention_mask is not None or dropout or any(asked(options.get(name)) for name in KEPT):
-        return sdpa_attention_forward(
-            module, query, key, value, attention_mask, dropout=dropout, scaling=scaling, is_causal=is_causal,
-            sliding_window=sliding_window, **options,
-        )
-    causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
-    kind = "top-left" if causal and query.shape[2] > 1 else None
-    return ops.attention(query, key, value, kind, None, scaling).transpose(1, 2), None
+    masked = attention_mask is not None
+    plain = not dropout and not any(asked(options.get(name)) for name in KEPT)
+    if ops is not None and plain and masked == module._whet_masked:
+        if not masked:
+            causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
+            kind = "top-left" if causal and query.shape[2] > 1 else None
+            return ops.attention(query, key, value, kind, None, scaling).transpose(1, 2), None
+        if fits(query, key, value, attention_mask) and (spans := spans_in(attention_mask)):
+            first, last = (t.expand(query.shape[0], -1) for t in spans)
+            return ops.attention_spans(query, key, value, first, last, scaling).transpose(1, 2), None
+    return sdpa_attention_forward(
+        module, query, key, value, attention_mask, dropout=dropout, scaling=scaling, is_causal=is_causal,
+        sliding_window=sliding_window, **options,
+    )
+
+
+def fits(q, k, v, mask) -> bool:
+    """Whether ops.attention_spans takes these, but for the mask's values. One query, a step of decoding, is not worth them."""
+    if not readable(mask) or q.shape[2] == 1 or k.shape != v.shape or q.shape[3] != k.shape[3]:
+        return False
+    return mask.shape[0] in (1, q.shape[0]) and mask.shape[2:] == (q.shape[2], k.shape[2]) and mask.device == q.device
 
 
 def register() -> bool:
@@ -51,6 +73,15 @@ def asks_interface(module: nn.Module) -> bool:
     return code is not None and "ALL_ATTENTION_FUNCTIONS" in code.co_names and hasattr(module, "config")
 
 
+def is_masked(module: nn.Module, call: Met) -> bool:
+    """Whether a layer was handed a mask."""
+    try:
+        given = inspect.signature(module.forward).bind(*call.args, **call.kwargs).arguments
+    except (TypeError, ValueError):
+        given = {}
+    return (given | call.kwargs).get("attention_mask") is not None
+
+
 def find(model: nn.Module, met: dict[str, Met]) -> Iterator[Site | Left]:
     found = [(path, module) for path, module in model.named_modules() if path in met and asks_interface(module)]
     if not found or not register():
@@ -61,10 +92,11 @@ def find(model: nn.Module, met: dict[str, Met]) -> Iterator[Site | Left]:
             yield Left(path, f"its attention is set to {chosen!r}, by whoever made it; 'sdpa' is what is replaced")
             continue
 
-        def edits(module, ops):
-            return [Edit(module.config, INTERNAL, NAME), Edit(module, "_whet_ops", ops)]
+        masked = is_masked(module, met[path])
 
-        yield Site(
-            path, module, edits, "scaled dot-product attention",
-            unasked="it is called with a mask, a position bias or dropout, which ops.attention has no argument for",
-        )
+        def edits(module, ops, masked=masked):
+            own = [Edit(module, "_whet_ops", ops), Edit(module, "_whet_masked", masked)]
+            return [Edit(module.config, INTERNAL, NAME), *own]
+
+        words = "scaled dot-product attention" + " under a mask" * masked
+        yield Site(path, module, edits, words, unasked=MASKED if masked else UNASKED)
