@@ -8,6 +8,7 @@ node of the graph, and Inductor launches the kernel itself.
 
 import contextlib
 import functools
+import hashlib
 import inspect
 import threading
 import types
@@ -150,7 +151,7 @@ def launch(_grid, {', '.join(given)}, **_options):
 
 
 class Sources:
-    """What torch.compile's cache on disk reads of an op whose launchers are traced: the text of every op's file.
+    """What torch.compile's cache on disk reads of an op whose launchers are traced: a hash of every op's file.
 
     A graph that was cached before an edit holds the kernels, tiles and grids of that time. PyTorch asks for the kernels that an
     op may launch and hashes their sources, `src` and what `fn` refers to.
@@ -162,7 +163,11 @@ class Sources:
     def fn():
         return None
 
-    @property
+    @functools.cached_property
     def src(self) -> str:
         here = Path(__file__).parent
-        return "\n".join(path.read_text() for path in sorted([*(here / "ops").rglob("*.py"), Path(__file__)]))
+        files = sorted([*(here / "ops").rglob("*.py"), Path(__file__), here / "torch_ops.py"])
+        return f"# whet {hashlib.sha256(b''.join(path.read_bytes() for path in files)).hexdigest()}"
+
+
+SOURCES = Sources()

@@ -14,14 +14,14 @@ import torch
 
 from whet import machine
 from whet.interpret import mend
-from whet.launch import Sources, traced
+from whet.launch import SOURCES, traced
 
 mend()
 LIB = torch.library.Library("whet", "FRAGMENT")  # noqa: TOR901
 # Bound here: five look-ups of attributes cost as much as such a call.
 _transform, _jvp = torch._C._functorch.peek_interpreter_stack, torch._C._functorch.TransformType.Jvp
 _modes, _grad_enabled = torch._C._len_torch_dispatch_stack, torch.is_grad_enabled
-_current_device = getattr(torch._C, "_cuda_getDevice", None)  # torch.cuda.current_device() for a tensor that is there already
+_current_device: Any = getattr(torch._C, "_cuda_getDevice", None)  # of torch.cuda.current_device(): a tensor is there already
 
 
 def define(name: str, schema: str, launch: Callable, fake: Callable, visible: bool = False):
@@ -41,16 +41,19 @@ def _show(name: str, launch: Callable) -> None:
     program keeps the op, as it does triton_op's.
     """
     from torch._library.triton import triton_ops_to_kernels
-    from torch._subclasses.functional_tensor import FunctionalTensorMode
+    from torch._subclasses import FakeTensor
+    from torch._subclasses.functional_tensor import FunctionalTensor, FunctionalTensorMode
+
+    plain = {torch.Tensor, FakeTensor, FunctionalTensor}
 
     def rule(mode, op, types, args, kwargs):
-        if not _on_gpu(args) or machine.triton_mode() == "interpret" or _exported():
+        if not plain.issuperset(types) or not _on_gpu(args) or machine.triton_mode() == "interpret" or _exported():
             return mode.__torch_dispatch__(op, types, args, kwargs)
         with mode, traced():
             return launch(*args, **kwargs)
 
     torch.library.register_torch_dispatch(f"whet::{name}", FunctionalTensorMode, rule, lib=LIB)
-    triton_ops_to_kernels[f"whet::{name}"] = [Sources()]
+    triton_ops_to_kernels[f"whet::{name}"] = [SOURCES]
 
 
 def _on_gpu(args) -> bool:
