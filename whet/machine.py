@@ -85,7 +85,9 @@ def _machine(threads: int | None) -> Machine:
     )
 
 
+@functools.cache
 def sm_count() -> int:
+    """Asked for at every launch of some kernels, and what it asks of CUDA costs as much as the launch."""
     return this_machine().sms if torch.cuda.is_available() else DEFAULT_SMS
 
 

@@ -12,18 +12,58 @@ from typing import Any
 
 import torch
 
+from whet import machine
 from whet.interpret import mend
+from whet.launch import SOURCES, traced
 
 mend()
 LIB = torch.library.Library("whet", "FRAGMENT")  # noqa: TOR901
+# Bound here: five look-ups of attributes cost as much as such a call.
+_transform, _jvp = torch._C._functorch.peek_interpreter_stack, torch._C._functorch.TransformType.Jvp
+_modes, _grad_enabled = torch._C._len_torch_dispatch_stack, torch.is_grad_enabled
+_current_device: Any = getattr(torch._C, "_cuda_getDevice", None)  # of torch.cuda.current_device(): a tensor is there already
 
 
-def define(name: str, schema: str, launch: Callable, fake: Callable):
-    """Register one torch library op for every device. Returns the callable op."""
+def define(name: str, schema: str, launch: Callable, fake: Callable, visible: bool = False):
+    """Register one torch library op for every device, visible to Inductor or opaque. Returns the callable op."""
     LIB.define(name + schema, tags=(torch.Tag.pt2_compliant_tag,))
     LIB.impl(name, launch, "CompositeExplicitAutograd")
     torch.library.register_fake(f"whet::{name}", fake, lib=LIB)
+    if visible:
+        _show(name, launch)
     return getattr(torch.ops.whet, name).default
+
+
+def _show(name: str, launch: Callable) -> None:
+    """Where a graph is traced for a GPU, put what the launcher does in place of the op: its kernels become nodes of their own.
+
+    Inductor then launches them as it does its own kernels; the op it would call through Python at every step. An exported
+    program keeps the op, as it does triton_op's.
+    """
+    from torch._library.triton import triton_ops_to_kernels
+    from torch._subclasses import FakeTensor
+    from torch._subclasses.functional_tensor import FunctionalTensor, FunctionalTensorMode
+
+    plain = {torch.Tensor, FakeTensor, FunctionalTensor}
+
+    def rule(mode, op, types, args, kwargs):
+        if not plain.issuperset(types) or not _on_gpu(args) or machine.triton_mode() == "interpret" or _exported():
+            return mode.__torch_dispatch__(op, types, args, kwargs)
+        with mode, traced():
+            return launch(*args, **kwargs)
+
+    torch.library.register_torch_dispatch(f"whet::{name}", FunctionalTensorMode, rule, lib=LIB)
+    triton_ops_to_kernels[f"whet::{name}"] = [SOURCES]
+
+
+def _on_gpu(args) -> bool:
+    return next(a for a in args if isinstance(a, torch.Tensor)).is_cuda
+
+
+def _exported() -> bool:
+    from torch.export._trace import custom_triton_ops_decomposition_disabled
+
+    return custom_triton_ops_decomposition_disabled()
 
 
 @dataclass(frozen=True)
@@ -43,7 +83,7 @@ class Forward:
         x = args[0]
         if torch.compiler.is_compiling() or _watched(f"{self.name}[triton]"):
             return self.op(*args)
-        if x.is_cuda and x.device.index != torch.cuda.current_device():
+        if x.is_cuda and x.get_device() != _current_device():
             with torch.cuda.device(x.device):
                 return self.launch(*args)
         return self.launch(*args)
@@ -72,12 +112,14 @@ class Fused:
     n_out: int = 1
     grads_from: tuple[tuple[int, ...], ...] = ()
     label: str = ""  # op and impl in messages; name[triton] where empty
+    visible: bool = False  # Inductor sees the kernels of the forward, which allocates, takes views, launches, and no more
+    bwd_visible: bool = False  # and those of the backward
     op: Any = field(init=False, default=None)
     function: Any = field(init=False, default=None)
 
     def __post_init__(self):
-        object.__setattr__(self, "op", define(self.name, self.schema, self.forward, self.fake))
-        bwd_op = define(self.name + "_bwd", self.bwd_schema, self.backward, self.bwd_fake)
+        object.__setattr__(self, "op", define(self.name, self.schema, self.forward, self.fake, self.visible))
+        bwd_op = define(self.name + "_bwd", self.bwd_schema, self.backward, self.bwd_fake, self.bwd_visible)
         object.__setattr__(self, "label", self.label or f"{self.name}[triton]")
         message = f"{self.label}: double backward is not supported; use impl='eager' where you need it"
 
@@ -108,7 +150,7 @@ class Fused:
             return self._through_library(args)
         run = self._through_library if _watched(self.label) else self._recorded if _asked(args) else self._alone
         x = args[0]
-        if x.is_cuda and x.device.index != torch.cuda.current_device():
+        if x.is_cuda and x.get_device() != _current_device():
             with torch.cuda.device(x.device):
                 return run(args)
         return run(args)
@@ -128,17 +170,17 @@ class Fused:
 
 def _watched(label: str) -> bool:
     """A dispatch mode or a functorch transform is looking on. Forward-mode differentiation has no rule here, and is refused."""
-    transform = torch._C._functorch.peek_interpreter_stack()
-    if transform is not None and transform.key() == torch._C._functorch.TransformType.Jvp:
+    transform = _transform()
+    if transform is not None and transform.key() == _jvp:
         raise RuntimeError(f"{label}: forward-mode differentiation is not supported; use impl='eager' where you need it")
-    return transform is not None or torch._C._len_torch_dispatch_stack() > 0
+    return transform is not None or _modes() > 0
 
 
 def _asked(args) -> bool:
     """Whether a gradient of this call may be asked for, or a tangent, which autograd then refuses."""
     if torch.autograd.forward_ad._current_level >= 0:
         return True
-    return torch.is_grad_enabled() and any([isinstance(a, torch.Tensor) and a.requires_grad for a in args])
+    return _grad_enabled() and any([isinstance(a, torch.Tensor) and a.requires_grad for a in args])
 
 
 def _keep(ctx, fused: Fused, args, results):

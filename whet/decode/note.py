@@ -4,6 +4,7 @@ import torch
 import triton
 import triton.language as tl
 
+from whet.launch import launcher
 from whet.ops._pdl import launch_dependents, pdl_options, wait
 
 
@@ -40,7 +41,7 @@ def note(
     chosen: torch.Tensor, value: torch.Tensor, token: torch.Tensor, out_tokens: torch.Tensor, logit: torch.Tensor,
     position: torch.Tensor, advance: torch.Tensor, column_at: int,
 ) -> None:
-    _note_kernel[(1,)](
+    launcher(_note_kernel)[(1,)](
         chosen, value, token, out_tokens, logit, position, advance, out_tokens.stride(0), logit.stride(0),
         len(chosen), len(position), column_at, BLOCK=triton.next_power_of_2(len(position)), num_warps=1, **pdl_options(),
     )

@@ -4,6 +4,9 @@ import torch
 import triton
 import triton.language as tl
 
+from whet.launch import launcher
+from whet.ops._rows import cdiv, power_of_two
+
 LOWEST = tl.constexpr(-3.4028234663852886e38)  # of fp32, and finite: a row that starts with -inf keeps exp(z - top) defined
 
 
@@ -196,8 +199,8 @@ def _reduce_kernel(
 
 def tile(P: int) -> dict:
     """BLOCK_R, BLOCK_V, num_warps of the one-row kernels: eight columns a thread, two deep; deeper or wider was slower."""
-    BLOCK_V = min(triton.next_power_of_2(max(P, 16)), 2048 if P <= 65536 else 4096)
-    BLOCK_R = min(2, triton.next_power_of_2(triton.cdiv(P, BLOCK_V)))
+    BLOCK_V = min(power_of_two(max(P, 16)), 2048 if P <= 65536 else 4096)
+    BLOCK_R = min(2, power_of_two(cdiv(P, BLOCK_V)))
     return dict(BLOCK_R=BLOCK_R, BLOCK_V=BLOCK_V, num_warps=max(1, BLOCK_V // 256))
 
 
@@ -205,7 +208,7 @@ def losses(z, V, target, ignore_index, smoothing, softcap, loss, stats):
     """Fill loss (M,) and stats (2, M) from the first V columns of z (M, P), unit stride in the row."""
     M, P = z.shape
     if M:
-        _loss_kernel[(M,)](
+        launcher(_loss_kernel)[(M,)](
             z, target, loss, stats, z.stride(0), stats.stride(0), V, P, ignore_index, smoothing, softcap,
             HAS_SOFTCAP=softcap > 0, HAS_SMOOTHING=smoothing > 0, **tile(P),
         )
@@ -215,7 +218,7 @@ def losses_and_dlogits(z, V, target, ignore_index, smoothing, softcap, loss):
     """Fill loss (M,) and overwrite z (M, P) with its unscaled gradient; columns from V on become zero."""
     M, P = z.shape
     if M:
-        _loss_and_dlogits_kernel[(M,)](
+        launcher(_loss_and_dlogits_kernel)[(M,)](
             z, target, loss, z.stride(0), V, P, ignore_index, smoothing, softcap,
             HAS_SOFTCAP=softcap > 0, HAS_SMOOTHING=smoothing > 0, **tile(P),
         )
@@ -226,8 +229,8 @@ def dlogits(z, V, target, stats, dloss, scale, ignore_index, smoothing, softcap,
     M, P = z.shape
     dloss = dloss.reshape(-1)
     if M:
-        BLOCK_V = min(triton.next_power_of_2(max(P, 16)), 4096)
-        _dlogits_kernel[(M * triton.cdiv(P, BLOCK_V),)](
+        BLOCK_V = min(power_of_two(max(P, 16)), 4096)
+        launcher(_dlogits_kernel)[(M * cdiv(P, BLOCK_V),)](
             z, target, stats, dloss, scale, dz,
             z.stride(0), dz.stride(0), stats.stride(0), 0 if dloss.numel() == 1 else dloss.stride(0),
             V, P, ignore_index, smoothing, softcap,
@@ -239,7 +242,7 @@ def dlogits(z, V, target, stats, dloss, scale, ignore_index, smoothing, softcap,
 def reduced(loss, target, ignore_index, mean, num_items):
     """(sum of loss / divisor, 1 / divisor), both on the device."""
     out, scale = loss.new_empty(()), loss.new_empty(())
-    _reduce_kernel[(1,)](
+    launcher(_reduce_kernel)[(1,)](
         loss, target, loss if num_items is None else num_items, out, scale, loss.numel(), ignore_index,
         BLOCK_M=2048, MEAN=mean, HAS_NUM_ITEMS=num_items is not None, num_warps=8,
     )

@@ -2,6 +2,7 @@
 
 import torch
 
+from whet.launch import launcher
 from whet.op import Cost, floating, lay, layout_of, nbytes, same_device
 from whet.ops._rows import KERNEL_DTYPES, cdiv, unit_rows
 
@@ -79,7 +80,7 @@ def launch(kernel, *tensors, **variant):
     BLOCK_M, BLOCK_N = cut(N)
     grid = (cdiv(M, BLOCK_M) * cdiv(N, BLOCK_N),)
     strides = [t.stride(0) for t in tensors]
-    kernel[grid](*tensors, *strides, M, N, BLOCK_M=BLOCK_M, BLOCK_N=BLOCK_N, num_warps=WARPS, **variant)
+    launcher(kernel)[grid](*tensors, *strides, M, N, BLOCK_M=BLOCK_M, BLOCK_N=BLOCK_N, num_warps=WARPS, **variant)
 
 
 def forward(kernel, gate, up, **variant):

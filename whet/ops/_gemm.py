@@ -10,6 +10,7 @@ import triton
 import triton.language as tl
 
 from whet import machine
+from whet.launch import launcher
 from whet.ops._pdl import launch_dependents, pdl_options, wait
 from whet.ops.attention.common import dot_add
 
@@ -338,7 +339,7 @@ def some(x, norm, w, scale, bias, res, y, strides, eps, how) -> torch.Tensor:
     """Launch the product of some rows of x."""
     (M, N), int4 = y.shape, how["QUANT"] == "int4"
     BLOCK_N, WARPS, WIDE = 16, 4, min(128, how["GROUP"]) if int4 else 256
-    _some_kernel[(triton.cdiv(N, BLOCK_N),)](
+    launcher(_some_kernel)[(triton.cdiv(N, BLOCK_N),)](
         x, norm, w, scale, bias, res, y, *strides, M, N, eps, K=x.shape[1], BLOCK_M=8 if M <= 8 else 16,
         BLOCK_N=BLOCK_N, WARPS=WARPS, WIDE=WIDE, num_warps=WARPS, **how,
     )
@@ -356,12 +357,12 @@ def many(x, norm, w, scale, bias, res, y, strides, eps, how) -> torch.Tensor:
     c = cut(M, N, how["PAIRED"], x.dtype)
     BLOCK_K = min(c.BLOCK_K, how["GROUP"]) if how["QUANT"] == "int4" else c.BLOCK_K
     sums = y if c.PARTS == 1 else torch.empty(c.PARTS, M, N, dtype=torch.float32, device=y.device)
-    _many_kernel[(triton.cdiv(N, c.BLOCK_N), triton.cdiv(M, c.BLOCK_M), c.PARTS)](
+    launcher(_many_kernel)[(triton.cdiv(N, c.BLOCK_N), triton.cdiv(M, c.BLOCK_M), c.PARTS)](
         x, w, scale, bias, res, sums, *strides, M, N, BLOCK_M=c.BLOCK_M, BLOCK_N=c.BLOCK_N, BLOCK_K=BLOCK_K,
         PARTS=c.PARTS, ASK=c.ASK, num_warps=4, num_stages=c.stages, **how,
     )
     if c.PARTS > 1:
-        _sum_kernel[(triton.cdiv(N, 512), M)](
+        launcher(_sum_kernel)[(triton.cdiv(N, 512), M)](
             sums, bias, res, y, *strides[3:], M, N, PARTS=c.PARTS, BLOCK_N=512, num_warps=4, **pdl_options(),
         )
     return y
@@ -392,5 +393,7 @@ def _normed_kernel(
 def normed(x, norm, eps) -> torch.Tensor:
     M, K = x.shape
     y = torch.empty(M, K, dtype=x.dtype, device=x.device)
-    _normed_kernel[(M,)](x, norm, y, x.stride(0), K, eps, BLOCK_K=triton.next_power_of_2(K), num_warps=4, **pdl_options())
+    launcher(_normed_kernel)[(M,)](
+        x, norm, y, x.stride(0), K, eps, BLOCK_K=triton.next_power_of_2(K), num_warps=4, **pdl_options()
+    )
     return y

@@ -17,6 +17,7 @@ import triton
 import triton.language as tl
 
 from whet import machine
+from whet.launch import launcher
 from whet.op import autocast_of, floating, same_device
 from whet.ops._gemm import many
 from whet.ops._pdl import launch_dependents, pdl_options, wait
@@ -332,7 +333,7 @@ def multiply(x, norm, w, scale, bias, res, eps, paired=False, tile=None, out=Non
     if few() < M:
         return many(x, norm, w, scale, bias, res, y, strides, eps, how)
     cut = plan(w, tile, M)
-    _few_kernel[(triton.cdiv(N, cut.BLOCK_N),)](
+    launcher(_few_kernel)[(triton.cdiv(N, cut.BLOCK_N),)](
         x, norm, w, scale, bias, res, y, *strides, N, eps,
         M=M, WARPS=cut.num_warps, TURNS=cut.BLOCK_N // cut.num_warps, num_warps=cut.num_warps, K=K, **how,
     )

@@ -5,6 +5,7 @@ import triton
 import triton.language as tl
 
 from whet import machine
+from whet.launch import launcher
 from whet.op import rows
 
 KERNEL_DTYPES = (torch.float32, torch.float16, torch.bfloat16)
@@ -84,5 +85,5 @@ def _column_sum_kernel(
 def column_sum(partial: torch.Tensor, out: torch.Tensor) -> torch.Tensor:
     G, N = partial.shape
     BLOCK_N = 8 if N <= 2048 else 16
-    _column_sum_kernel[(cdiv(N, BLOCK_N),)](partial, out, G, N, BLOCK_G=256, BLOCK_N=BLOCK_N, num_warps=8)
+    launcher(_column_sum_kernel)[(cdiv(N, BLOCK_N),)](partial, out, G, N, BLOCK_G=256, BLOCK_N=BLOCK_N, num_warps=8)
     return out

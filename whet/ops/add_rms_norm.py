@@ -5,6 +5,7 @@ import torch.nn.functional as F
 import triton
 import triton.language as tl
 
+from whet.launch import launcher
 from whet.op import Cost, Impl, Op, floating, lay, layout_of, nbytes, rows, same_device
 from whet.ops._rows import KERNEL_DTYPES, ROW_LIMITS, bwd_tile, cdiv, column_sum, programs, row_refused, tile, unit_rows
 from whet.ops.rms_norm import reference as rms_norm
@@ -133,7 +134,7 @@ def forward(x, res, w, eps):
     rstd = torch.empty(M, dtype=torch.float32, device=x.device)
     if y.numel():
         BLOCK_M, BLOCK_N, warps = tile(N)
-        _add_rms_norm_kernel[(cdiv(M, BLOCK_M),)](
+        launcher(_add_rms_norm_kernel)[(cdiv(M, BLOCK_M),)](
             flat, flat_res, w, y, h, rstd, flat.stride(0), flat_res.stride(0), N, M, N, eps,
             BLOCK_M=BLOCK_M, BLOCK_N=BLOCK_N, num_warps=warps,
         )
@@ -154,7 +155,7 @@ def backward(dy, dh, h, w, rstd):
     BLOCK_M, BLOCK_N, warps, per_sm = bwd_tile(N)
     G = programs(cdiv(M, BLOCK_M), per_sm)
     partial = torch.empty(G, N, dtype=torch.float32, device=h.device)
-    _add_rms_norm_bwd_kernel[(G,)](
+    launcher(_add_rms_norm_bwd_kernel)[(G,)](
         dy, flat_dh, flat, w, rstd, dx, partial, dy.stride(0), flat_dh.stride(0), flat.stride(0), N, M, N,
         BLOCK_M=BLOCK_M, BLOCK_N=BLOCK_N, HAS_DH=dh is not None, num_warps=warps,
     )
@@ -174,7 +175,7 @@ FUSED = Fused(
     lambda dy, dh, h, w, rstd: (h.new_empty(h.shape), w.new_empty(w.shape)),
     save=lambda args, results: ((results[1], args[2], results[2]), ()),
     grads_to=(0, 0, 1, None),  # where x and res differ in dtype, autograd casts the wider gradient
-    n_out=2, grads_from=((0, 1), (0,)),
+    n_out=2, visible=True, bwd_visible=True, grads_from=((0, 1), (0,)),
 )
 
 

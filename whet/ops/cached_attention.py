@@ -4,6 +4,7 @@ import torch
 import triton
 
 from whet import machine
+from whet.launch import launcher
 from whet.op import Cost, Impl, Op, lay, layout_of, nbytes
 from whet.ops._cached import check_caches, check_tables, layout_refused, tensors_refused
 from whet.ops._gemv import few
@@ -124,14 +125,16 @@ def launch(qkv, k_cache, v_cache, positions, cos, sin, q_norm, k_norm, window, c
         row_max, row_sum = (torch.empty(B * T * H, splits, dtype=torch.float32, device=qkv.device) for _ in range(2))
     how = dict(T=T, H=H, D=D, SPLITS=splits, MAX_SPLITS=max_splits, SPAN=SPAN, WHOLE=whole) | pdl_options()
     how |= dict(BLOCK_D=max(32, triton.next_power_of_2(D)))
-    _split_kv_kernel[(splits, KV, B)](
+    launcher(_split_kv_kernel)[(splits, KV, B)](
         qkv, k_cache, v_cache, positions, cos, sin, q_norm, k_norm, acc, row_max, row_sum,
         *qkv.stride()[:2], *k_cache.stride()[:3], *v_cache.stride()[:3], S, context, window or None, LOG2E * D**-0.5, eps,
         KV=KV, BLOCK_R=max(16, triton.next_power_of_2(MOST * H // KV)),
         **plan(B, T, context, splits == 1 and few() < B <= MANY and not wide, wide), **how,
     )
     if splits > 1:
-        _combine_kernel[(B * T * H,)](acc, row_max, row_sum, positions, out, context, GATHER=GATHER, num_warps=4, **how)
+        launcher(_combine_kernel)[(B * T * H,)](
+            acc, row_max, row_sum, positions, out, context, GATHER=GATHER, num_warps=4, **how
+        )
     return out
 
 

@@ -223,6 +223,7 @@ FUSED = Fused(
     " -> Tensor", backward, lambda dloss, logits, *_: logits.new_empty(logits.shape),
     save=lambda args, results: ((args[0], args[1], results[1], results[2]), (args[2], args[4], args[5])),
     grads_to=(0, None, None, None, None, None, None),
+    visible=True, bwd_visible=True,
 )
 
 

@@ -125,6 +125,7 @@ FUSED = Fused(
     lambda dy, gate, up, approximate: (gate.new_empty(gate.shape), up.new_empty(up.shape)),
     save=lambda args, results: (args[:2], args[2:]),
     grads_to=(0, 1, None),
+    visible=True, bwd_visible=True,
 )
 PACKED = Fused(
     "geglu_packed",
@@ -134,6 +135,7 @@ PACKED = Fused(
     lambda dy, packed, approximate: packed.new_empty(packed.shape),
     save=lambda args, results: (args[:1], args[1:]),
     grads_to=(0, None),
+    visible=True,  # its backward writes two halves of one tensor, of each of which Inductor would make a copy first
 )
 
 

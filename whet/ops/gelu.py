@@ -7,9 +7,10 @@ import torch.nn.functional as F
 import triton
 import triton.language as tl
 
+from whet.launch import launcher
 from whet.op import Cost, Impl, Op, floating, lay, layout_of, nbytes
 from whet.ops._phi import CHOICES, _gelu_factor
-from whet.ops._rows import KERNEL_DTYPES
+from whet.ops._rows import KERNEL_DTYPES, cdiv
 from whet.parts import row_pieces
 from whet.torch_ops import Fused
 from whet.values import families
@@ -86,14 +87,16 @@ def _gelu_bwd_kernel(
 def forward(x, approximate):
     y = torch.empty_like(x, memory_format=torch.contiguous_format)
     if N := y.numel():
-        _gelu_kernel[(triton.cdiv(N, BLOCK),)](x.contiguous(), y, N, TANH=approximate == "tanh", BLOCK=BLOCK, num_warps=WARPS)
+        launcher(_gelu_kernel)[(cdiv(N, BLOCK),)](
+            x.contiguous(), y, N, TANH=approximate == "tanh", BLOCK=BLOCK, num_warps=WARPS
+        )
     return y
 
 
 def backward(dy, x, approximate):
     dx = torch.empty_like(x, memory_format=torch.contiguous_format)
     if N := dx.numel():
-        _gelu_bwd_kernel[(triton.cdiv(N, BLOCK),)](
+        launcher(_gelu_bwd_kernel)[(cdiv(N, BLOCK),)](
             dy.contiguous(), x.contiguous(), dx, N, TANH=approximate == "tanh", BLOCK=BLOCK, num_warps=WARPS
         )
     return dx
@@ -105,6 +108,7 @@ FUSED = Fused(
     "(Tensor dy, Tensor x, str approximate) -> Tensor", backward, lambda dy, x, approximate: x.new_empty(x.shape),
     save=lambda args, results: ((args[0],), (args[1],)),
     grads_to=(0, None),
+    visible=True, bwd_visible=True,
 )
 
 

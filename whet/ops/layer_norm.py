@@ -5,8 +5,9 @@ import torch.nn.functional as F
 import triton
 import triton.language as tl
 
+from whet.launch import launcher
 from whet.op import Cost, Impl, Op, floating, lay, layout_of, nbytes, rows, same_device
-from whet.ops._rows import KERNEL_DTYPES, ROW_LIMITS, bwd_tile, column_sum, programs, row_refused, tile, unit_rows
+from whet.ops._rows import KERNEL_DTYPES, ROW_LIMITS, bwd_tile, cdiv, column_sum, programs, row_refused, tile, unit_rows
 from whet.parts import row_pieces
 from whet.torch_ops import Fused
 from whet.values import families
@@ -144,7 +145,7 @@ def forward(x, w, b, eps):
     mean, rstd = (torch.empty(M, dtype=torch.float32, device=x.device) for _ in range(2))
     if y.numel():
         BLOCK_M, BLOCK_N, warps = tile(N)
-        _layer_norm_kernel[(triton.cdiv(M, BLOCK_M),)](
+        launcher(_layer_norm_kernel)[(cdiv(M, BLOCK_M),)](
             flat, w, w if b is None else b, y, mean, rstd, flat.stride(0), N, M, N, eps,
             BLOCK_M=BLOCK_M, BLOCK_N=BLOCK_N, HAS_BIAS=b is not None, num_warps=warps,
         )
@@ -159,10 +160,10 @@ def backward(dy, x, w, mean, rstd, b=None):
     if not dx.numel():
         return dx, *(s.zero_() for s in sums)
     BLOCK_M, BLOCK_N, warps, per_sm = bwd_tile(N)
-    G = programs(triton.cdiv(M, BLOCK_M), per_sm)
+    G = programs(cdiv(M, BLOCK_M), per_sm)
     partials = [torch.empty(G, N, dtype=torch.float32, device=x.device) for _ in sums]
-    _layer_norm_bwd_kernel[(G,)](
-        dy, flat, w, mean, rstd, dx, partials[0], partials[-1], dy.stride(0), flat.stride(0), N, M, N,
+    launcher(_layer_norm_bwd_kernel)[(G,)](
+        dy, flat, w, mean, rstd, dx, partials[0], rstd if b is None else partials[1], dy.stride(0), flat.stride(0), N, M, N,
         BLOCK_M=BLOCK_M, BLOCK_N=BLOCK_N, HAS_BIAS=b is not None, num_warps=warps,
     )
     return dx, *(column_sum(partial, s) for partial, s in zip(partials, sums))
@@ -180,6 +181,7 @@ WITH_BIAS = Fused(
     lambda dy, x, w, mean, rstd, b: (x.new_empty(x.shape), w.new_empty(w.shape), b.new_empty(b.shape)),
     save=lambda args, results: ((args[0], args[1], results[1], results[2], args[2]), ()),
     grads_to=(0, 1, 2, None),
+    visible=True, bwd_visible=True,
 )
 WITHOUT_BIAS = Fused(
     "layer_norm_no_bias",
@@ -189,6 +191,7 @@ WITHOUT_BIAS = Fused(
     lambda dy, x, w, mean, rstd: (x.new_empty(x.shape), w.new_empty(w.shape)),
     save=lambda args, results: ((args[0], args[1], results[1], results[2]), ()),
     grads_to=(0, 1, None),
+    visible=True, bwd_visible=True,
 )
 
 

@@ -16,6 +16,7 @@ import torch.nn.functional as F
 import triton
 import triton.language as tl
 
+from whet.launch import launcher
 from whet.op import Cost, Impl, Op, floating, lay, layout_of, nbytes, rows, same_device
 from whet.ops import _cross_entropy as kernels
 from whet.ops._rows import KERNEL_DTYPES, unit_rows
@@ -97,7 +98,8 @@ def scaled(grad, dloss, scale, dtype):
     """A fresh tensor: the saved gradient stays as it was, for a second backward through the same graph."""
     out = torch.empty(grad.shape, dtype=dtype, device=grad.device)
     if out.numel():
-        _scaled_kernel[(triton.cdiv(out.numel(), 4096),)](grad, dloss, scale, out, out.numel(), BLOCK=4096, num_warps=8)
+        programs = triton.cdiv(out.numel(), 4096)
+        launcher(_scaled_kernel)[(programs,)](grad, dloss, scale, out, out.numel(), BLOCK=4096, num_warps=8)
     return out
 
 

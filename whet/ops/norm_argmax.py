@@ -5,6 +5,7 @@ import torch.nn.functional as F
 import triton
 import triton.language as tl
 
+from whet.launch import launcher
 from whet.op import Cost, lay, nbytes
 from whet.ops._gemv import BY_BITS, Rows, check_product, few, held, multiply, normed, product, row_of, scales, storage
 from whet.ops._pdl import launch_dependents, pdl_options, wait
@@ -164,7 +165,7 @@ def chosen(value: torch.Tensor, token: torch.Tensor | None) -> tuple[torch.Tenso
     best = torch.empty(M, pieces, dtype=torch.float32, device=value.device)
     at = torch.empty(M, pieces, dtype=torch.int64, device=value.device)
     BLOCK = min(CHUNK, triton.next_power_of_2(PER))
-    _choose_kernel[(M, pieces)](value, token, best, at, P, PER, BLOCK=BLOCK, num_warps=4, **pdl_options())
+    launcher(_choose_kernel)[(M, pieces)](value, token, best, at, P, PER, BLOCK=BLOCK, num_warps=4, **pdl_options())
     return (at[:, 0], best[:, 0]) if pieces == 1 else chosen(best, at)
 
 
@@ -178,7 +179,7 @@ def launch(x, norm, w, scale, eps, tile):
     P = triton.cdiv(N, cut.BLOCK_N)
     value = torch.empty(M, P, dtype=torch.float32, device=x.device)
     token = torch.empty(M, P, dtype=torch.int64, device=x.device)
-    _head_kernel[(P,)](
+    launcher(_head_kernel)[(P,)](
         x, norm, w, scale, value, token, x.stride(0), w.stride(0), scale.stride(0) if scale is not None else 0, N, eps,
         M=M, K=x.shape[1], WARPS=cut.num_warps, TURNS=cut.BLOCK_N // cut.num_warps, num_warps=cut.num_warps,
         **storage(w, scale), **pdl_options(),

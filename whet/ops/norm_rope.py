@@ -4,6 +4,7 @@ import torch
 import triton
 import triton.language as tl
 
+from whet.launch import launcher
 from whet.op import Cost, Impl, Op, lay, layout_of, nbytes
 from whet.ops._cached import check_caches, check_tables, layout_refused, tensors_refused
 from whet.ops._rotary import tables
@@ -130,7 +131,7 @@ def launch(qkv, k_cache, v_cache, cos, sin, start, q_norm, k_norm, eps):
         return q
     HALF = power_of_two(max(16, D // 2))
     ROWS = max(1, 2048 // HALF)
-    _norm_rope_kernel[(cdiv(T * H, ROWS) + 2 * cdiv(T * KV, ROWS), B)](
+    launcher(_norm_rope_kernel)[(cdiv(T * H, ROWS) + 2 * cdiv(T * KV, ROWS), B)](
         qkv, cos, sin, q_norm, k_norm, q, k_cache, v_cache,
         *qkv.stride()[:2], cos.stride(0), sin.stride(0), *k_cache.stride()[:3], *v_cache.stride()[:3],
         T, start, eps, H=H, KV=KV, D=D, HALF=HALF, ROWS=ROWS, num_warps=4,

@@ -5,6 +5,7 @@ import torch.nn.functional as F
 import triton
 import triton.language as tl
 
+from whet.launch import launcher
 from whet.op import Cost, Impl, Op, floating, nbytes, same_device
 from whet.ops._rows import KERNEL_DTYPES, cdiv, column_sum, power_of_two, programs
 from whet.ops.rms_norm import reference as rms_norm
@@ -226,7 +227,7 @@ def forward(q, k, wq, wk, cos, sin, rows, offset, eps):
     q, k, cos, sin, wq, wk = unit(q), unit(k), unit(cos), unit(sin), wq.contiguous(), wk.contiguous()
     (B, Hq, S, _), Hk = q.shape, k.shape[1]
     c, Mq, Mk = config(q, k, 1024), B * S * Hq, B * S * Hk
-    _qk_norm_rope_kernel[(cdiv(Mq, c["ROWS"]) + cdiv(Mk, c["ROWS"]),)](
+    launcher(_qk_norm_rope_kernel)[(cdiv(Mq, c["ROWS"]) + cdiv(Mk, c["ROWS"]),)](
         q, k, wq, wk, cos, sin, rows, q_out, k_out,
         *q.stride()[:3], *k.stride()[:3], *q_out.stride()[:3], *k_out.stride()[:3], *strides_of(cos, sin, rows),
         Mq, Mk, S, cos.shape[0], offset, eps, num_warps=4, **c,
@@ -250,7 +251,7 @@ def backward(dq, dk, q, k, wq, wk, cos, sin, rows, offset, eps):
     c = config(q, k, 1024)
     G = programs(cdiv(max(Mq, Mk), c["ROWS"]), 3)
     partial = torch.empty(2, G, D, dtype=torch.float32, device=q.device)
-    _qk_norm_rope_bwd_kernel[(G,)](
+    launcher(_qk_norm_rope_bwd_kernel)[(G,)](
         dq, dk, q, k, wq, wk, cos, sin, rows, *grads, partial,
         *dq.stride()[:3], *dk.stride()[:3], *q.stride()[:3], *k.stride()[:3], *grads[0].stride()[:3], *grads[1].stride()[:3],
         *strides_of(cos, sin, rows), Mq, Mk, S, cos.shape[0], offset, eps, num_warps=4, **c,

@@ -5,6 +5,7 @@ import torch.nn.functional as F
 import triton
 import triton.language as tl
 
+from whet.launch import launcher
 from whet.op import Cost, Impl, Op, floating, lay, layout_of, nbytes, rows, same_device
 from whet.ops._rows import KERNEL_DTYPES, ROW_LIMITS, bwd_tile, cdiv, column_sum, programs, row_refused, tile, unit_rows
 from whet.parts import row_pieces
@@ -120,7 +121,7 @@ def forward(x, w, eps):
     rstd = torch.empty(M, dtype=torch.float32, device=x.device)
     if y.numel():
         BLOCK_M, BLOCK_N, warps = tile(N)
-        _rms_norm_kernel[(cdiv(M, BLOCK_M),)](
+        launcher(_rms_norm_kernel)[(cdiv(M, BLOCK_M),)](
             flat, w, y, rstd, flat.stride(0), N, M, N, eps, BLOCK_M=BLOCK_M, BLOCK_N=BLOCK_N, num_warps=warps
         )
     return y, rstd
@@ -137,7 +138,7 @@ def backward(dy, x, w, rstd):
     BLOCK_M, BLOCK_N, warps, per_sm = bwd_tile(N, warps_per_sm=24)
     G = programs(cdiv(M, BLOCK_M), per_sm)
     partial = torch.empty(G, N, dtype=torch.float32, device=x.device)
-    _rms_norm_bwd_kernel[(G,)](
+    launcher(_rms_norm_bwd_kernel)[(G,)](
         dy, flat, w, rstd, dx, partial, dy.stride(0), flat.stride(0), N, M, N,
         BLOCK_M=BLOCK_M, BLOCK_N=BLOCK_N, num_warps=warps,
     )
@@ -156,6 +157,7 @@ FUSED = Fused(
     lambda dy, x, w, rstd: (x.new_empty(x.shape), w.new_empty(w.shape)),
     save=lambda args, results: ((args[0], args[1], results[1]), ()),
     grads_to=(0, 1, None),
+    visible=True, bwd_visible=True,
 )
 
 

@@ -4,6 +4,7 @@ import torch
 import triton
 import triton.language as tl
 
+from whet.launch import launcher
 from whet.op import Cost, Impl, Op, floating, nbytes, same_device
 from whet.ops._rotary import tables
 from whet.ops._rows import KERNEL_DTYPES, cdiv, power_of_two
@@ -255,7 +256,7 @@ def launch(q, k, cos, sin, rows, offset, interleaved, q_out, k_out, sign):
     if programs_q + programs_k:
         q, k = unit(k_out if q is None else q), unit(q_out if k is None else k)
         cos, sin = unit(cos), unit(sin)
-        _rope_kernel[(programs_q + programs_k,)](
+        launcher(_rope_kernel)[(programs_q + programs_k,)](
             q, k, cos, sin, rows, q_out, k_out,
             *q.stride()[:3], *k.stride()[:3], *q_out.stride()[:3], *k_out.stride()[:3], cos.stride(0), sin.stride(0),
             rows.stride(0) if rows is not None and rows.dim() == 2 else 0, rows.stride(-1) if rows is not None else 0,
@@ -294,7 +295,7 @@ FUSED = Fused(
     backward_fake,
     save=save,
     grads_to=(0, 1, None, None, None, None, None),
-    n_out=2, grads_from=((0,), (1,)),
+    n_out=2, visible=True, bwd_visible=True, grads_from=((0,), (1,)),
 )
 
 

@@ -103,6 +103,7 @@ FUSED = Fused(
     lambda dy, gate, up: (gate.new_empty(gate.shape), up.new_empty(up.shape)),
     save=lambda args, results: (args, ()),
     grads_to=(0, 1),
+    visible=True, bwd_visible=True,
 )
 PACKED = Fused(
     "swiglu_packed",
@@ -111,6 +112,7 @@ PACKED = Fused(
     "(Tensor dy, Tensor packed) -> Tensor", backward_packed, lambda dy, packed: packed.new_empty(packed.shape),
     save=lambda args, results: (args, ()),
     grads_to=(0,),
+    visible=True,  # its backward writes two halves of one tensor, of each of which Inductor would make a copy first
 )
 
 

@@ -7,6 +7,7 @@ import triton
 import triton.language as tl
 
 from whet import machine
+from whet.launch import launcher
 from whet.ops.attention.common import (
     LOG2E,
     NOWHERE,
@@ -220,7 +221,7 @@ def row_delta(o, do, dlse):
     delta = torch.empty(B, H, Lq, dtype=torch.float32, device=o.device)
     BLOCK_D = block_d(D)
     BLOCK_M = max(1, 8192 // BLOCK_D)
-    _delta_kernel[(triton.cdiv(rows, BLOCK_M),)](
+    launcher(_delta_kernel)[(triton.cdiv(rows, BLOCK_M),)](
         o, do, None if dlse is None else dlse.contiguous(), delta, *o.stride()[:3], *do.stride()[:3], H, Lq, D, rows,
         BLOCK_M=BLOCK_M, BLOCK_D=BLOCK_D, num_warps=8,
     )
@@ -247,7 +248,7 @@ def summed(parts: int, sums: Sequence[torch.Tensor], results: Sequence[torch.Ten
 
 def launch_dq(dq, q, k, v, do, lse, delta, scale, offset, places, left, right, t: Tile):
     (B, H, Lq, _), (Hkv, Lk) = q.shape, k.shape[1:3]
-    _dq_kernel[(B * H * triton.cdiv(Lq, t.M),)](
+    launcher(_dq_kernel)[(B * H * triton.cdiv(Lq, t.M),)](
         view(q, t.M), view(k, t.N), view(v, t.N), view(do, t.M), lse, delta, view(dq, t.M),
         H, H // Hkv, Lq, Lk, scale, scale * LOG2E, offset, *places, **limits(left, right),
         BLOCK_D=block_d(q.shape[3]), **t.options,
@@ -271,7 +272,7 @@ def launch_dkdv(dk, dv, q, k, v, do, lse, delta, scale, offset, places, left, ri
     if Hkv != H:
         t = t._replace(registers=0)  # the loop over a group's heads takes more, and would spill inside
     sums = partials(parts, dk, dv)
-    _dkdv_kernel[(programs * parts,)](
+    launcher(_dkdv_kernel)[(programs * parts,)](
         view(q, t.M), view(k, t.N), view(v, t.N), view(do, t.M), lse, delta,
         *(view(s, t.N) for s in sums),
         B, Hkv, Lq, Lk, parts, scale, scale * LOG2E, offset, *places, **limits(left, right),

@@ -4,6 +4,7 @@ import torch
 import triton
 import triton.language as tl
 
+from whet.launch import launcher
 from whet.ops._rows import cdiv
 from whet.ops.attention.common import (
     LOG2E,
@@ -113,7 +114,7 @@ def forward(q, k, v, scale, offset, left, right, tile: Tile):
     if tile.gluon:
         forward_hopper(o, lse, q, k, v, rate, offset, left, right, tile)
         return cut(o, D), lse
-    _forward_kernel[(B * H * cdiv(Lq, tile.M),)](
+    launcher(_forward_kernel)[(B * H * cdiv(Lq, tile.M),)](
         view(q, tile.M), view(k, tile.N), view(v, tile.N), view(o, tile.M), lse,
         H, H // k.shape[1], Lq, Lk, rate, offset, **limits(left, right), BLOCK_D=block_d(q.shape[3]), **tile.options,
     )

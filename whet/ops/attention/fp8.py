@@ -11,6 +11,7 @@ import triton
 import triton.language as tl
 from triton.tools.tensor_descriptor import TensorDescriptor
 
+from whet.launch import launcher
 from whet.ops.attention.common import INTERPRETED, LOG2E, Tile, edges, limits, seen
 from whet.ops.attention.meaning import ROWS  # rows that share a scale: also the keys of a tile, which so has one for k and v
 
@@ -207,7 +208,7 @@ def _launch(x, y, s, strides, rows, width):
     B, H, L, D = x.shape
     blocks, BLOCK_D = triton.cdiv(L, ROWS), padded(D)
     if x.numel():
-        _quantize_kernel[(B * H * blocks,)](
+        launcher(_quantize_kernel)[(B * H * blocks,)](
             x, y, s, *x.stride(), *strides, H, L, D, rows, width, blocks, BLOCK_D=BLOCK_D, num_warps=max(4, BLOCK_D // 16)
         )
 
@@ -243,7 +244,7 @@ def forward(q, k, v, scale, offset, left, right, tile=""):
         return o.zero_(), lse.fill_(-math.inf)
     (q8, sq), (k8, sk), (v8, sv) = quantized(q), quantized(k), quantized(v, transposed=True)
     blocks = ((q8, [1, shape.M, BLOCK_D]), (k8, [1, ROWS, BLOCK_D]), (v8, [1, BLOCK_D, ROWS]))
-    _fp8_forward_kernel[(B * H * triton.cdiv(Lq, shape.M),)](
+    launcher(_fp8_forward_kernel)[(B * H * triton.cdiv(Lq, shape.M),)](
         *(TensorDescriptor.from_tensor(x, block) for x, block in blocks), sq, sk, sv, o, lse, *o.stride(),
         H, H // k.shape[1], Lq, Lk, D, max(scale * LOG2E, 2.0**-40), offset, **limits(left, right),  # 0 * -inf is no weight
         BLOCK_M=shape.M, BLOCK_D=BLOCK_D, num_warps=shape.warps, num_stages=shape.stages,

@@ -3,6 +3,7 @@
 import triton
 import triton.language as tl
 
+from whet.launch import launcher
 from whet.ops.attention.backward import partials, row_delta, splits, summed
 from whet.ops.attention.common import (
     LOG2E,
@@ -163,7 +164,7 @@ def one_tile(do, dlse, q, k, v, o, lse, scale, offset, left, right, tile: Tile):
     dq, dk, dv = like(q, D), like(k, D), like(v, D)
     parts = splits(B * Hkv, H // Hkv * triton.cdiv(Lq, tile.M))
     sums = partials(parts, dk, dv)
-    _one_tile_kernel[(B * Hkv * parts,)](
+    launcher(_one_tile_kernel)[(B * Hkv * parts,)](
         view(q, tile.M), view(k, tile.N), view(v, tile.N), view(o, tile.M), view(do, tile.M), lse,
         None if dlse is None else dlse.contiguous(), view(dq, tile.M), *(view(s, tile.N) for s in sums),
         B, Hkv, H // Hkv, Lq, Lk, parts, scale, scale * LOG2E, offset, *lone_places(left, right, Lk, dlse),
@@ -187,7 +188,7 @@ def fused(do, dlse, q, k, v, o, lse, scale, offset, left, right, tile: Tile):
     partial = partials(blocks, dq)
     if max(left, right) >= 0:
         partial[0].zero_()  # tiles that see nothing are not visited
-    _fused_kernel[(B * Hkv * blocks,)](
+    launcher(_fused_kernel)[(B * Hkv * blocks,)](
         view(q, tile.M), view(k, tile.N), view(v, tile.N), view(do, tile.M), lse, delta,
         view(partial[0], tile.M), view(dk, tile.N), view(dv, tile.N),
         B, Hkv, Lq, Lk, scale, scale * LOG2E, offset, *lone_places(left, right, Lk, dlse), **limits(left, right),

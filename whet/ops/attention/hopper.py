@@ -19,6 +19,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
+from whet.launch import launcher
 from whet.ops.attention.common import LOG2E, NOWHERE, Tile, blocks_of, limits
 
 
@@ -325,7 +326,7 @@ def dq_hopper(dq, q, k, v, do, lse, delta, scale, offset, places, left, right, t
     (B, H, Lq, _), (Hkv, Lk) = q.shape, k.shape[1:3]
     M, N = tile.M, tile.N
     d = [shared(x, rows) for x, rows in ((q, M), (k, N), (v, N), (do, M), (dq, M))]
-    _dq_hopper_kernel[(B * H * triton.cdiv(Lq, M),)](
+    launcher(_dq_hopper_kernel)[(B * H * triton.cdiv(Lq, M),)](
         *d[:4], lse, delta, d[4], H, H // Hkv, Lq, Lk, scale, scale * LOG2E, offset, *places, **limits(left, right),
         **_sizes(tile, d[0].block_shape[3]),
     )
@@ -335,7 +336,7 @@ def dkdv_hopper(dk, dv, q, k, v, do, lse, delta, scale, offset, places, left, ri
     (B, H, Lq, _), (Hkv, Lk) = q.shape, k.shape[1:3]
     M, N = tile.M, tile.N
     d = [shared(x, rows) for x, rows in ((q, M), (k, N), (v, N), (do, M), (dk, N), (dv, N))]
-    _dkdv_hopper_kernel[(B * Hkv * triton.cdiv(Lk, N),)](
+    launcher(_dkdv_hopper_kernel)[(B * Hkv * triton.cdiv(Lk, N),)](
         *d[:4], lse, delta, *d[4:], H, H // Hkv, Lq, Lk, scale, scale * LOG2E, offset, *places, **limits(left, right),
         **_sizes(tile, d[0].block_shape[3]),
     )

@@ -16,6 +16,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 
 from whet import machine
+from whet.launch import launcher
 from whet.ops._rows import cdiv
 from whet.ops.attention.common import Tile, limits
 from whet.ops.attention.hopper import shared
@@ -291,7 +292,7 @@ def forward_hopper(o, lse, q, k, v, rate, offset, left, right, tile: Tile):
     d = [shared(x, rows) for x, rows in ((q, ROWS), (k, tile.N), (v, tile.N), (o, ROWS))]
     items = B * H * cdiv(Lq, tile.M)
     section = min(B * H, H // Hkv * max(1, L2_SHARE // (2 * Lk * D * k.element_size())))
-    _forward_hopper_kernel[(min(items, machine.sm_count()),)](
+    launcher(_forward_hopper_kernel)[(min(items, machine.sm_count()),)](
         *d, lse, B, H, H // Hkv, section, Lq, Lk, rate, offset, **limits(left, right),
         ROWS=ROWS, BLOCK_N=tile.N, BLOCK_D=d[0].block_shape[3], STAGES=tile.stages, REGISTERS=REGISTERS,
         num_warps=tile.warps // 2,

@@ -4,6 +4,7 @@ import torch
 import triton
 import triton.language as tl
 
+from whet.launch import launcher
 from whet.ops._rows import cdiv
 from whet.ops.attention.backward import row_delta
 from whet.ops.attention.common import LOG2E, Tile, block_d, cut, dot, dot_add, like, put_rows, ready, rows_of, view
@@ -286,7 +287,7 @@ def forward(q, k, v, first, last, scale, tile: Tile):
     if not (o.numel() and Lk):
         return cut(o.zero_(), D), lse.fill_(float("-inf"))
     rate = max(scale * LOG2E, 2.0**-126)  # 0 * -inf would be NaN
-    _spans_forward_kernel[(B * H * cdiv(Lq, tile.M),)](
+    launcher(_spans_forward_kernel)[(B * H * cdiv(Lq, tile.M),)](
         view(q, tile.M), view(k, tile.N), view(v, tile.N), first.contiguous(), last.contiguous(), view(o, tile.M), lse,
         H, H // Hkv, Lq, Lk, rate, BLOCK_D=block_d(q.shape[3]), **tile.options,
     )
@@ -302,15 +303,15 @@ def backward(do, q, k, v, first, last, o, lse, scale, dq_tile: Tile, dkdv_tile: 
         return tuple(cut(t.zero_(), D) for t in (dq, dk, dv))
     first, last, delta, rate = first.contiguous(), last.contiguous(), row_delta(o, do, None), scale * LOG2E
     t, BLOCK_D = dq_tile, block_d(q.shape[3])
-    _spans_dq_kernel[(B * H * cdiv(Lq, t.M),)](
+    launcher(_spans_dq_kernel)[(B * H * cdiv(Lq, t.M),)](
         view(q, t.M), view(k, t.N), view(v, t.N), view(do, t.M), first, last, lse, delta, view(dq, t.M),
         H, H // Hkv, Lq, Lk, scale, rate, BLOCK_D=BLOCK_D, **t.options,
     )
     t = dkdv_tile
     blocks = cdiv(Lk, t.N)
     reach = torch.empty(B, blocks, 4, dtype=torch.int32, device=q.device)
-    _reach_kernel[(B * blocks,)](first, last, reach, Lq, Lk, BLOCK_M=t.M, BLOCK_N=t.N, SCAN=SCAN)
-    _spans_dkdv_kernel[(B * Hkv * blocks,)](
+    launcher(_reach_kernel)[(B * blocks,)](first, last, reach, Lq, Lk, BLOCK_M=t.M, BLOCK_N=t.N, SCAN=SCAN)
+    launcher(_spans_dkdv_kernel)[(B * Hkv * blocks,)](
         view(q, t.M), view(k, t.N), view(v, t.N), view(do, t.M), first, last, lse, delta, reach, view(dk, t.N), view(dv, t.N),
         Hkv, Lq, Lk, scale, rate, GROUP=H // Hkv, BLOCK_D=BLOCK_D, **t.options,
     )
