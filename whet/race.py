@@ -10,7 +10,7 @@ import itertools
 import math
 import statistics
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, astuple, dataclass
+from dataclasses import asdict, astuple, dataclass, replace
 
 TIE = 0.01  # a difference this small is none
 NARROW = 0.04  # a tie is believed once the simpler one is surely no more than this slower
@@ -19,6 +19,8 @@ MARGINS = ((5, 1.2), (3, 5.0))  # (rounds, ratio): in fewer rounds than that tak
 
 FASTEST = "fastest of the verified"
 TIED = "a tie: the simplest is kept"
+LEANEST = "a tie: the leanest is kept"
+LEAN, LEAN_MIB = 0.5, 256.0  # of the simplest one's memory at most, and so much less: what a leaner one has to offer
 NOISY = "too noisy to decide"
 
 
@@ -150,6 +152,16 @@ class Outcome:
 def outcome(chosen: str, why: str, ratios: Mapping[str, Sequence]) -> Outcome:
     """An Outcome back from its dict."""
     return Outcome(chosen, why, {n: Ratio(*r) for n, r in ratios.items()}, True)
+
+
+def leanest(found: Outcome, timings: Mapping[str, Timing]) -> Outcome:
+    """Of candidates that tie, the one that takes least memory, where the simplest takes much more of it."""
+    mib = {n: t.peak_mib for n, t in timings.items() if t.peak_mib is not None and not found.ratios[n].slower}
+    if not found.tied or found.chosen not in mib:
+        return found
+    lean = min(mib, key=lambda n: mib[n])
+    most = min(LEAN * mib[found.chosen], mib[found.chosen] - LEAN_MIB)
+    return replace(found, chosen=lean, why=LEANEST) if mib[lean] <= most and found.ratios[lean].tied else found
 
 
 def decide(

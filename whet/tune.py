@@ -15,7 +15,7 @@ from whet.choices import Choices, evidence_of
 from whet.lock import Lock
 from whet.measure import MODES
 from whet.op import DTYPES, Call, Op, base, discover
-from whet.race import Timing, apart_outcome, outcome
+from whet.race import Timing, apart_outcome, leanest, outcome
 from whet.source import fingerprint
 from whet.worker import Lost, Worker
 
@@ -327,7 +327,7 @@ def _conclude(entry: dict, answer: dict, stock: str) -> None:
     """Enter each candidate's times, its ratio to the fastest, and the choice that these ratios gave."""
     timings = {n: Timing(**t) for n, t in answer.pop("timings").items()}
     raced, how = answer.pop("outcome", None), answer.pop("how", "")
-    found = outcome(**raced) if raced else apart_outcome(timings, stock)
+    found = leanest(outcome(**raced) if raced else apart_outcome(timings, stock), timings)
     for name, t in timings.items():
         entry["candidates"][name] |= t.as_dict() | found.ratios[name].as_dict()
     entry.pop("untimed", None)

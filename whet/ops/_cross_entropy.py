@@ -22,6 +22,12 @@ def _tanh(x):
 
 
 @triton.jit
+def _narrow(number):
+    """A float argument in 32 bits: Inductor hands it over in 64."""
+    return (tl.full([], 1.0, tl.float32) * number).to(tl.float32)
+
+
+@triton.jit
 def _capped(z, softcap, HAS_SOFTCAP: tl.constexpr):
     return softcap * _tanh(z / softcap) if HAS_SOFTCAP else z
 
@@ -86,6 +92,7 @@ def _loss_kernel(
     Moves   z, target in; loss, stats out = M*V*itemsize + 20*M.  Unfused: 3*M*V and more.
     Rounds  nothing: fp32 inside and out.
     """
+    smoothing, softcap = _narrow(smoothing), _narrow(softcap)
     m = tl.program_id(0).to(tl.int64)
     row_ptr = z_ptr + m * stride_zm
     target = tl.load(target_ptr + m).to(tl.int64)
@@ -116,6 +123,7 @@ def _dlogits_kernel(
     Moves   z in, dz out = 2*M*V*itemsize.
     Rounds  once, at the store.
     """
+    smoothing, softcap = _narrow(smoothing), _narrow(softcap)
     pid = tl.program_id(0)
     blocks = tl.cdiv(P, BLOCK_V)
     m = (pid // blocks).to(tl.int64)
@@ -144,6 +152,7 @@ def _loss_and_dlogits_kernel(
     Moves   z in, dz out = 2*M*V*itemsize, and of the second read what L2 has lost.
     Rounds  dz once, at the store; fp32 inside.
     """
+    smoothing, softcap = _narrow(smoothing), _narrow(softcap)
     m = tl.program_id(0).to(tl.int64)
     row_ptr = z_ptr + m * stride_zm
     target = tl.load(target_ptr + m).to(tl.int64)

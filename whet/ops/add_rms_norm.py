@@ -79,7 +79,7 @@ def _add_rms_norm_kernel(
     stored = (x + res).to(h_ptr.dtype.element_ty)
     tl.store(h_ptr + m[:, None] * stride_ym + n[None, :], stored, mask=inside)
     h = stored.to(tl.float32)
-    rstd = 1.0 / tl.sqrt_rn(tl.sum(h * h, axis=1) / N + eps)
+    rstd = 1.0 / tl.sqrt_rn((tl.sum(h * h, axis=1) / N + eps).to(tl.float32))  # Inductor hands eps over in 64 bits
     tl.store(rstd_ptr + m, rstd, mask=m < M)
     tl.store(y_ptr + m[:, None] * stride_ym + n[None, :], h * rstd[:, None] * w[None, :], mask=inside)
 

@@ -83,7 +83,7 @@ def _layer_norm_kernel(
     left = tl.div_rn(tl.sum(c, axis=1), tl.zeros_like(mean) + N)  # exact in a constant row, where c is a few steps of x
     mean += left
     c = tl.where((n < N)[None, :], c - left[:, None], 0.0)
-    rstd = 1.0 / tl.sqrt_rn(tl.sum(c * c, axis=1) / N + eps)
+    rstd = 1.0 / tl.sqrt_rn((tl.sum(c * c, axis=1) / N + eps).to(tl.float32))  # Inductor hands eps over in 64 bits
     tl.store(mean_ptr + m, mean, mask=m < M)
     tl.store(rstd_ptr + m, rstd, mask=m < M)
 

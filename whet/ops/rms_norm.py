@@ -71,7 +71,7 @@ def _rms_norm_kernel(
     x = tl.load(x_ptr + m[:, None] * stride_xm + n[None, :], mask=inside, other=0.0).to(tl.float32)
     w = tl.load(w_ptr + n, mask=n < N, other=0.0).to(tl.float32)
 
-    rstd = 1.0 / tl.sqrt_rn(tl.sum(x * x, axis=1) / N + eps)
+    rstd = 1.0 / tl.sqrt_rn((tl.sum(x * x, axis=1) / N + eps).to(tl.float32))  # Inductor hands eps over in 64 bits
     tl.store(rstd_ptr + m, rstd, mask=m < M)
     tl.store(y_ptr + m[:, None] * stride_ym + n[None, :], x * rstd[:, None] * w[None, :], mask=inside)
 
