@@ -1,6 +1,5 @@
 """Groups of like sites: what calls they make, and each timed against the module as it was."""
 
-import contextlib
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
@@ -69,20 +68,17 @@ def ratio(before: float | None, after: float | None) -> float | None:
     return before / after if before and after else None
 
 
-def recorded(found: Replaced, works: list[Workload]) -> list[tuple[Call, int]]:
-    """The calls that the replacements make at every batch, in every form; the covered ones, too, without what covers them."""
-    ways, calls = [found.sites], dict[str, tuple[Call, int]]()
-    if found.covered:
-        ways.append([s for s in found.sites + found.covered if not s[0].covers])
-    for sites in ways:
-        for nth in range(max((1 + len(s.forms) for s, _ in sites), default=0)):
-            recorder = Recorder()
-            found.ask(recorder, [(s.in_each_form()[min(nth, len(s.forms))], v) for s, v in sites])
-            with torch.set_grad_enabled(works[0].kind == "train"), uncached(found.model):
-                for work in works:
-                    work.forward()
-            calls = recorder.calls | calls
-            found.restore()
+def recorded(found: Replaced, works: list[Workload], sites: list[tuple[Site, Verdict]]) -> list[tuple[Call, int]]:
+    """The calls that these sites make at every batch, in every form."""
+    calls = dict[str, tuple[Call, int]]()
+    for nth in range(max((1 + len(s.forms) for s, _ in sites), default=0)):
+        recorder = Recorder()
+        found.ask(recorder, [(s.in_each_form()[min(nth, len(s.forms))], v) for s, v in sites])
+        with torch.set_grad_enabled(works[0].kind == "train"), uncached(found.model):
+            for work in works:
+                work.forward()
+        calls = recorder.calls | calls
+        found.restore()
     return list(calls.values())
 
 
@@ -155,12 +151,14 @@ def served_forms(site: Site, run: Callable, ops: Choices) -> tuple[dict[str, tup
     return found, why
 
 
-def raced_in(mode: str, runs: dict[str, Callable], seconds: float) -> Race:
-    """A race as CUDA graphs, where that is asked for and the runs can be captured."""
-    if mode == "graph":
-        with contextlib.suppress(Exception):
-            return race(runs, keep=BEFORE, mode=mode, seconds=seconds)
-    return race(runs, keep=BEFORE, seconds=seconds)
+def raced_in(mode: str, runs: dict[str, Callable], seconds: float) -> tuple[Race, str]:
+    """A race in a mode; one that cannot be captured as CUDA graphs is launched by the host, and why."""
+    try:
+        return race(runs, keep=BEFORE, mode=mode, seconds=seconds), ""
+    except Exception as e:
+        if mode != "graph":
+            raise
+        return race(runs, keep=BEFORE, seconds=seconds), f"launched by the host, since it was not captured: {error_line(e)}"
 
 
 def _time_group(
@@ -177,9 +175,9 @@ def _time_group(
     forms, group.why = served_forms(site, run, ops)
     runs = {BEFORE: run} | {name: toggled(one, ops, run) for name, (one, _) in forms.items()}
     try:
-        raced = raced_in(mode if site.path else "eager", runs, seconds) if forms else None
+        raced, how = raced_in(mode if site.path else "eager", runs, seconds) if forms else (None, "")
     except Exception as e:
-        raced, group.why = None, f"it could not be timed: {error_line(e)}"
+        raced, how, group.why = None, "", f"it could not be timed: {error_line(e)}"
     if raced is None:
         group.replaced = False
         return
@@ -192,6 +190,7 @@ def _time_group(
         group.why += ", and takes less memory" * group.replaced
     group.use(forms[chosen][0].form, forms[chosen][1])
     group.before_ms, group.after_ms = times[BEFORE].ms, times[chosen].ms
+    group.why += f" ({how})" * bool(how)
     group.forms_ms = {name: times[name].ms for name in forms}
 
 

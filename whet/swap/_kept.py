@@ -167,10 +167,7 @@ class Decisions:
         """
         found: dict[int, Verdict] = {}
         self.proved = 0
-        named = self.find(sites)
-        kept = [like for n, like in named.items() if (e := self.entries(n)) and all(x["replaced"] for x in e)]
-        gone = {where for like in kept for site in like for where in site.covers}
-        for name, like in named.items():
+        for name, like in self.find(sites).items():
             entries = self.entries(name)
             if entries and like[0].alone:
                 used = [e for e in entries if e["replaced"]] if like[0].path else []
@@ -180,8 +177,8 @@ class Decisions:
                 if why:
                     self.ignore(name, f"of {like[0].path} it does not hold: {why}")
                     continue
-            if entries or all((s.kind, s.path) in gone for s in like):
-                share = max((e.get("share", 0.0) for e in entries), default=0.0)
+            if entries:
+                share = max(e.get("share", 0.0) for e in entries)
                 found |= {id(s): Verdict(True, share, 1.0) for s in like}
         return found
 

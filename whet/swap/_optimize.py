@@ -22,7 +22,7 @@ from whet.swap._kept import Decisions, facts_of
 from whet.swap._memory import KIND as CHECKPOINT
 from whet.swap._memory import bytes_of, fit
 from whet.swap._proof import floating, prove
-from whet.swap._replace import Replaced, as_calls, cut, met_in, quiet, recognise, size_of, uncached
+from whet.swap._replace import Replaced, as_calls, cut, met_in, prove_covered, quiet, recognise, size_of, uncached
 from whet.tune import modes_here, tune
 from whet.workload import Workload
 
@@ -187,7 +187,7 @@ def _optimize(
     around = (keep_logits, report.optimizer, report.allow)
     decided = Decisions(lock, report.model, calls, works[0].kind, around, modes_here())
     while not _attempt(report, works, whole, calls, seconds, progress, keep_logits, decided):
-        report.groups, report.note = [], ""
+        report.groups, report.ways, report.note = [], {}, ""
     report.lock_lines = decided.lines()
 
 
@@ -217,38 +217,54 @@ def _decide(
     if not found.sites:
         report.note = "nothing was replaced"
         return True
-    asked = recorded(found, works)
-    tuned = tune(asked, decided.lock, decided.modes, progress, seconds, reach=REACH)
-    report.entries = tuned.entries
-    report.ways = {mode: Way(mode, tuned.choices[mode]) for mode in decided.modes if mode in tuned.choices}
-    if any([decided.disagree([call for call, _ in asked], way.choices, way.mode) for way in report.ways.values()]):
+    if not _tuned(report, works, found.sites, seconds, progress, decided):
         return False
     with uncached(model):
         for way in report.ways.values():
-            way.groups = _timed_groups(report, way, works[0], calls[0], seconds, progress, decided)
-        if any(way.sites for way in report.ways.values()):
+            way.groups = _timed_groups(report, way, found.sites, works[0], calls[0], seconds, progress, decided)
+        ways = list(report.ways.values())
+        lost = {at for way in ways for g in way.groups if not g.replaced for s, _ in g.sites for at in s.covers}
+        if lost and (more := prove_covered(found, Choices(), lost)):
+            if not _tuned(report, works, [s for s in found.sites if not s[0].covers] + more, seconds, progress, decided):
+                return False
+            for way in ways:
+                way.groups += _timed_groups(report, way, more, works[0], calls[0], seconds, progress, decided)
+                way.groups = without_covered(way.groups)
+        if any(way.sites for way in ways):
             return _whole(report, whole, calls, seconds, decided)
     report.choose(next(iter(report.ways)))
     decided.save(report, None, "")
     return True
 
 
+def _tuned(
+    report: Optimized, works: list[Workload], sites: list[tuple[Site, Verdict]], seconds: float, progress: Progress,
+    decided: Decisions,
+) -> bool:
+    """Candidates are chosen for what these sites ask; False where that is not what a decision of the lock was taken with."""
+    asked = recorded(report.replaced, works, sites)
+    tuned = tune(asked, decided.lock, decided.modes, progress, seconds, reach=REACH)
+    report.entries |= tuned.entries
+    for mode in (m for m in decided.modes if m in tuned.choices):
+        report.ways.setdefault(mode, Way(mode, tuned.choices[mode])).choices = tuned.choices[mode]
+    calls = [call for call, _ in asked]
+    return not any([decided.disagree(calls, way.choices, way.mode) for way in report.ways.values()])
+
+
 def _timed_groups(
-    report: Optimized, way: Way, work: Workload, call: Met, seconds: float, progress: Progress, decided: Decisions
+    report: Optimized, way: Way, sites: list[tuple[Site, Verdict]], work: Workload, call: Met, seconds: float,
+    progress: Progress, decided: Decisions,
 ) -> list[SiteGroup]:
-    """The groups, each by the lock's decision or timed at the largest batch; what covers others first."""
-    groups = grouped(report.replaced.sites + report.replaced.covered)
-    for covering in (True, False):
-        now_timed = [g for g in groups if any(s.covers for s, _ in g.sites) is covering]
-        fresh = [g for g in now_timed if decided.of(g, way.mode) is None and g.sites[0][0].alone]
-        met = met_in(report.model, call, {g.sites[0][0].path for g in fresh}) if fresh else {}
-        for i, group in enumerate(now_timed):
-            if entry := decided.of(group, way.mode):
-                group.recall(entry)
-            elif group.sites[0][0].alone:
-                progress(f"timing {group.words}", i, len(groups))
-                _time_group(group, work, met, way.choices, seconds, way.mode)
-        groups = without_covered(groups)
+    """The groups of these sites, each by the lock's decision or timed at the largest batch."""
+    groups = grouped(sites)
+    fresh = [g for g in groups if decided.of(g, way.mode) is None and g.sites[0][0].alone]
+    met = met_in(report.model, call, {g.sites[0][0].path for g in fresh}) if fresh else {}
+    for i, group in enumerate(groups):
+        if entry := decided.of(group, way.mode):
+            group.recall(entry)
+        elif group.sites[0][0].alone:
+            progress(f"timing {group.words}", i, len(groups))
+            _time_group(group, work, met, way.choices, seconds, way.mode)
     return groups
 
 

@@ -7,7 +7,7 @@ from torch import nn
 
 from whet.choices import Choices
 from whet.lock import Lock
-from whet.swap._groups import grouped, without_covered
+from whet.swap._groups import grouped
 from whet.swap._kept import Decisions
 from whet.swap._optimize import Optimized, Way, begun
 from whet.swap._replace import recognise
@@ -23,14 +23,14 @@ def preview(
     """
     with begun(model, batch, mode, loss) as (report, works, calls):
         report.dry, report.replaced = True, recognise(model, calls[0], Choices())
-        sites = report.replaced.sites + report.replaced.covered
+        sites = report.replaced.sites
         decided = Decisions(lock or Lock.read(), model, calls, works[0].kind, (None, "", ()), modes_here())
         decided.find([site for site, _ in sites])
         for mode in decided.modes:
             groups = grouped(sites)
             for group in groups:
                 group.recall(decided.of(group, mode))
-            report.ways[mode] = Way(mode, Choices(), without_covered(groups))
+            report.ways[mode] = Way(mode, Choices(), groups)
         report.groups = report.ways[decided.modes[0]].groups
         if whole := decided.whole([way for way in report.ways.values() if way.sites]):
             report.before_ms, report.after_ms, report.batches = whole["before_ms"], whole["after_ms"], whole["batches"]

@@ -28,7 +28,8 @@ class Replaced:
 
     model: nn.Module
     sites: list[tuple[Site, Verdict]] = field(default_factory=list)
-    covered: list[tuple[Site, Verdict]] = field(default_factory=list)
+    covered: list[Site] = field(default_factory=list)  # without effect while what covers them is kept, so not proved yet
+    seen: dict[str, Met] = field(default_factory=dict)  # what those are called with
     left: list[Left] = field(default_factory=list)
     journal: Journal = field(default_factory=Journal)
     last: tuple[Choices, list[Site], list[Edit]] | None = None  # made once for a race, whose every round asks anew
@@ -178,33 +179,39 @@ def recognise(
     known  known(sites, what modules met, ops) -> {id of a site: its verdict} of those that need no proof of their own
     """
     found, seen = Replaced(model), met_in(model, cut(call))
+    proved: dict[int, tuple[Site, Verdict]] = {}
     with uncached(model):
         sites = _proposed(model, seen, only, found, keep_logits)
-        verdicts = known(sites, seen, ops)
-        for site in sites:
-            if id(site) in verdicts:
-                found.sites.append((site, verdicts[id(site)]))
-                continue
-            if not site.alone:
-                found.sites.append((site, Verdict(True, 0.0, float("inf"))))
-                continue
-            proofs = prove_forms(site, seen[site.path], ops)
-            right = {form: v for form, v in proofs.items() if v.ok}
-            if right:
-                found.sites.append((site.with_forms(right), max(right.values(), key=lambda v: v.share)))
-            for form, verdict in proofs.items():
-                if not verdict.ok:
-                    words = f"{site.words}, {form}" if form and len(proofs) > 1 else site.words
-                    found.left.append(Left(site.path, f"{words}: {verdict.why}", site.kind))
-    found.sites, found.covered = split_covered(found.sites)
+        verdicts, gone = known(sites, seen, ops), set[tuple[str, str]]()
+        for site in sorted(sites, key=lambda s: not s.covers):
+            if (site.kind, site.path) in gone:
+                found.covered.append(site)
+            elif id(site) in verdicts or not site.alone:
+                proved[id(site)] = site, verdicts.get(id(site), Verdict(True, 0.0, float("inf")))
+            elif made := _proved(site, found, seen, ops):
+                proved[id(site)] = made
+            gone |= set(site.covers) if id(site) in proved else set()
+    found.sites = [proved[id(site)] for site in sites if id(site) in proved]
+    found.seen = {site.path: seen[site.path] for site in found.covered}
     return found
 
 
-def split_covered(sites: list[tuple[Site, Verdict]]) -> tuple[list[tuple[Site, Verdict]], list[tuple[Site, Verdict]]]:
-    """Sites that have an effect, and those that others of them cover."""
-    gone = {where for site, _ in sites for where in site.covers}
-    covered = [s for s in sites if (s[0].kind, s[0].path) in gone]
-    return [s for s in sites if not any(s is c for c in covered)], covered
+def prove_covered(found: Replaced, ops: Choices, wanted: set[tuple[str, str]]) -> list[tuple[Site, Verdict]]:
+    """Those of the covered sites, by kind and path, that are right: what covers them is not kept after all."""
+    with uncached(found.model):
+        tried = [_proved(site, found, found.seen, ops) for site in found.covered if (site.kind, site.path) in wanted]
+    return [made for made in tried if made]
+
+
+def _proved(site: Site, found: Replaced, seen: dict[str, Met], ops: Choices) -> tuple[Site, Verdict] | None:
+    """The site in those of its forms that are right; why another is not is noted."""
+    proofs = prove_forms(site, seen[site.path], ops)
+    right = {form: v for form, v in proofs.items() if v.ok}
+    for form, verdict in proofs.items():
+        if not verdict.ok:
+            words = f"{site.words}, {form}" if form and len(proofs) > 1 else site.words
+            found.left.append(Left(site.path, f"{words}: {verdict.why}", site.kind))
+    return (site.with_forms(right), max(right.values(), key=lambda v: v.share)) if right else None
 
 
 def drops_too_much(site: Site, keep_logits: bool | None) -> str | None:
