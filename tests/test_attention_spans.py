@@ -1,4 +1,4 @@
-"""attention_spans beyond its cases: it agrees with attention, takes 64-bit ends, and lets nothing out of a query without keys."""
+"""attention_spans beyond its cases: as attention where that says the same, ends of 64 bits, queries without keys."""
 
 import pytest
 import torch

@@ -7,7 +7,7 @@ from whet.op import Impl, Op, compiled
 from whet.ops._rows import KERNEL_DTYPES
 from whet.ops.attention.common import Tile, block_d, has_descriptors, shaped
 from whet.ops.attention.meaning import KINDS, dtype_of, per_query_head, proof, scale_of, smaller
-from whet.ops.attention.stock import MASK_LIMIT, SCORES_LIMITS, TF32, formula_refuses
+from whet.ops.attention.stock import BIG_MASK, MASK_LIMIT, SCORES_LIMITS, TF32, formula_refuses
 from whet.ops.attention_spans import kernels, meaning
 from whet.torch_ops import Fused
 from whet.values import changed, families
@@ -127,7 +127,7 @@ OP = Op(
         "compile": Impl(compiled(meaning.reference), scores_refuse, limits=SCORES_LIMITS),
         "torch": Impl(
             run_torch, torch_refuses, known_inaccurate=TF32,
-            limits=("empty inputs", "one key to a query", "a scale of 0 or less", f"a mask of more than {MASK_LIMIT >> 30} GiB"),
+            limits=("empty inputs", "one key to a query", "a scale of 0 or less", BIG_MASK),
         ),
         "triton": Impl(
             run_triton, triton_refuses, needs="triton", tiles=tiles,
