@@ -90,10 +90,11 @@ def triton_refuses(q, k, v, first, last, scale=None):
 
 def run_torch(q, k, v, first, last, scale=None):
     """SDPA with the mask that the spans stand for. Heads are repeated: with a mask and grouped heads it has no fast kernel."""
-    see = meaning.seen(first, last, k.shape[2])
-    blind = ~see.any(-1, keepdim=True)
+    Lk = k.shape[2]
+    blind = last.clamp(max=Lk) <= first.clamp(min=0)
+    see = meaning.seen(first.masked_fill(blind, 0), last.masked_fill(blind, Lk), Lk)
     k, v = per_query_head(k, q), per_query_head(v, q)
-    return F.scaled_dot_product_attention(q, k, v, attn_mask=see | blind, scale=scale).masked_fill(blind, 0.0)
+    return F.scaled_dot_product_attention(q, k, v, attn_mask=see, scale=scale).masked_fill(blind[:, None, :, None], 0.0)
 
 
 def torch_refuses(q, k, v, first, last, scale=None):
