@@ -1,4 +1,4 @@
-"""attention_spans beyond its cases: as attention, with 64-bit ends, and nothing out of a query that sees no key."""
+"""attention_spans beyond its cases: as attention where that says the same, ends of 64 bits, queries without keys."""
 
 import pytest
 import torch

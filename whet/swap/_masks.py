@@ -41,11 +41,12 @@ def spans_in(mask: torch.Tensor) -> Spans | None:
 
 def _found(mask: torch.Tensor) -> Spans | None:
     Lk, step = mask.shape[3], max(1, AT_ONCE // (mask.shape[0] * mask.shape[3]))
-    firsts, lasts, same = [], [], []
+    ends, same = [], []
     with torch.no_grad():
         for part in mask.split(step, 2):
             first = part[:, 0].view(torch.uint8).argmax(-1)
             last = first + part[:, 0].sum(-1)
-            firsts, lasts = [*firsts, first.to(torch.int32)], [*lasts, last.to(torch.int32)]
+            ends.append(torch.stack([first, last]).to(torch.int32))
             same.append((seen(first, last, Lk) == part).all())
-        return (torch.cat(firsts, 1), torch.cat(lasts, 1)) if bool(torch.stack(same).all()) else None
+        first, last = torch.cat(ends, 2)
+        return (first, last) if bool(torch.stack(same).all()) else None

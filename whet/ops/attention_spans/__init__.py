@@ -7,7 +7,7 @@ from whet.op import Impl, Op, compiled
 from whet.ops._rows import KERNEL_DTYPES
 from whet.ops.attention.common import Tile, block_d, has_descriptors, shaped
 from whet.ops.attention.meaning import KINDS, dtype_of, per_query_head, proof, scale_of, smaller
-from whet.ops.attention.stock import MASK_LIMIT, SCORES_LIMITS, TF32, formula_refuses
+from whet.ops.attention.stock import BIG_MASK, MASK_LIMIT, SCORES_LIMITS, TF32, formula_refuses
 from whet.ops.attention_spans import kernels, meaning
 from whet.torch_ops import Fused
 from whet.values import changed, families
@@ -90,10 +90,11 @@ def triton_refuses(q, k, v, first, last, scale=None):
 
 def run_torch(q, k, v, first, last, scale=None):
     """SDPA with the mask that the spans stand for. Heads are repeated: with a mask and grouped heads it has no fast kernel."""
-    see = meaning.seen(first, last, k.shape[2])
-    blind = ~see.any(-1, keepdim=True)
+    Lk = k.shape[2]
+    blind = last.clamp(max=Lk) <= first.clamp(min=0)
+    see = meaning.seen(first.masked_fill(blind, 0), last.masked_fill(blind, Lk), Lk)
     k, v = per_query_head(k, q), per_query_head(v, q)
-    return F.scaled_dot_product_attention(q, k, v, attn_mask=see | blind, scale=scale).masked_fill(blind, 0.0)
+    return F.scaled_dot_product_attention(q, k, v, attn_mask=see, scale=scale).masked_fill(blind[:, None, :, None], 0.0)
 
 
 def torch_refuses(q, k, v, first, last, scale=None):
@@ -127,7 +128,7 @@ OP = Op(
         "compile": Impl(compiled(meaning.reference), scores_refuse, limits=SCORES_LIMITS),
         "torch": Impl(
             run_torch, torch_refuses, known_inaccurate=TF32,
-            limits=("empty inputs", "one key to a query", "a scale of 0 or less", f"a mask above {MASK_LIMIT >> 30} GiB"),
+            limits=("empty inputs", "one key to a query", "a scale of 0 or less", BIG_MASK),
         ),
         "triton": Impl(
             run_triton, triton_refuses, needs="triton", tiles=tiles,

@@ -97,7 +97,7 @@ def _case(B, H, KV, Lq, Lk, D, **options):
 CASES = (
     _case(2, 2, 1, 65, 65, 32), _case(2, 2, 2, 130, 130, 16, spans="packed"), _case(2, 4, 1, 65, 65, 64, spans="random"),
     _case(2, 2, 2, 67, 131, 40), _case(1, 2, 1, 131, 67, 32), _case(2, 1, 1, 140, 140, 32, spans="window"),
-    _case(1, 1, 1, 33, 65, 256, spans="packed"), _case(1, 2, 1, 70, 150, 128, spans="packed"),
+    _case(1, 1, 1, 33, 65, 256), _case(1, 2, 1, 70, 150, 128, spans="packed"),
     _case(2, 1, 1, 100, 300, 32, spans="random"), _case(1, 2, 2, 1, 63, 16), _case(2, 1, 1, 17, 1, 16, spans="random"),
     _case(2, 2, 1, 65, 63, 32, scale=0.3), _case(1, 2, 2, 33, 33, 32, scale=-0.3),
     _case(2, 2, 1, 65, 65, 32, layout="bshd", spans="packed"), _case(2, 4, 2, 65, 65, 32, layout="sliced"),
