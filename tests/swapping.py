@@ -124,18 +124,20 @@ FAMILIES = {
     "GPT2": Family(
         "GPT2LMHeadModel", "GPT2Config",
         dict(vocab_size=96, n_embd=64, n_layer=2, n_head=4, n_positions=64, resid_pdrop=0, embd_pdrop=0, attn_pdrop=0),
-        dict(norms=5, activations=2, attention=2, lm_head=1)),
+        dict(causal_mask=1, norms=5, activations=2, attention=2, lm_head=1)),
     "GPTNeoX": Family(
-        "GPTNeoXForCausalLM", "GPTNeoXConfig", PLAIN, dict(norms=5, activations=2, rotary=2, attention=2, lm_head=1)),
+        "GPTNeoXForCausalLM", "GPTNeoXConfig", PLAIN,
+        dict(causal_mask=1, norms=5, activations=2, rotary=2, attention=2, lm_head=1)),
     "Phi": Family(
         "PhiForCausalLM", "PhiConfig", PLAIN | {"partial_rotary_factor": 0.5},
-        dict(norms=3, activations=2, rotary=2, attention=2, lm_head=1)),
+        dict(causal_mask=1, norms=3, activations=2, rotary=2, attention=2, lm_head=1)),
     "GPTJ": Family(
         "GPTJForCausalLM", "GPTJConfig",
         dict(vocab_size=96, n_embd=64, n_layer=2, n_head=4, n_positions=64, rotary_dim=8, resid_pdrop=0, embd_pdrop=0,
              attn_pdrop=0),
         dict(norms=3, activations=2, lm_head=1), dict(rotary="takes (tensor, sin, cos)")),
-    "Olmo2": Family("Olmo2ForCausalLM", "Olmo2Config", SMALL, dict(norms=9, gated_mlp=2, rotary=2, attention=2, lm_head=1)),
+    "Olmo2": Family("Olmo2ForCausalLM", "Olmo2Config", SMALL,
+        dict(causal_mask=1, norms=9, gated_mlp=2, rotary=2, attention=2, lm_head=1)),
     "Bert": Family(
         "BertForMaskedLM", "BertConfig", PLAIN | NO_DROPOUT, dict(norms=6, activations=3, attention=2),
         dict(gated_mlp=NO_SWIGLU, lm_head=OTHER_LOSS)),

@@ -12,7 +12,7 @@ from typing import Any
 from torch import nn
 
 from whet.swap import Edit, Left, Met, Site, new_forward
-from whet.swap._causal import Known
+from whet.swap._causal import KNOWN
 from whet.swap.attention import INTERNAL, NAME, register
 
 MAKERS = ("create_causal_mask", "create_sliding_window_causal_mask")
@@ -21,7 +21,8 @@ GIVEN = ("attention_mask", "position_ids", "past_key_values", "cache_position", 
 
 def makes_masks(module: nn.Module) -> bool:
     code = getattr(inspect.unwrap(type(module).forward), "__code__", None)
-    return code is not None and any(name in code.co_names for name in MAKERS) and hasattr(module, "config")
+    makes = code is not None and any(name in code.co_names for name in MAKERS) and hasattr(module, "config")
+    return makes and any(getattr(m, "is_causal", False) is True for m in module.modules())
 
 
 def given(module: Any, args: tuple, kwargs: dict) -> list[str]:
@@ -34,15 +35,16 @@ def given(module: Any, args: tuple, kwargs: dict) -> list[str]:
 def forward(self, *args, **kwargs):
     if given(self, args, kwargs) or kwargs.get("use_cache"):
         return self._whet_forward(*args, **kwargs)
-    before, Known.causal = Known.causal, True
+    before = KNOWN.causal, KNOWN.skipped
+    KNOWN.causal, KNOWN.skipped = True, self._whet_skipped
     try:
         return self._whet_forward(*args, **kwargs)
     finally:
-        Known.causal = before
+        KNOWN.causal, KNOWN.skipped = before
 
 
 def edits(module: Any, ops) -> list[Edit]:
-    return [Edit(module.config, INTERNAL, NAME), *new_forward(module, forward)]
+    return [Edit(module.config, INTERNAL, NAME), Edit(module, "_whet_skipped", {}), *new_forward(module, forward)]
 
 
 def find(model: nn.Module, met: dict[str, Met]) -> Iterator[Site | Left]:
@@ -52,7 +54,5 @@ def find(model: nn.Module, met: dict[str, Met]) -> Iterator[Site | Left]:
     for path, module in found:
         if getattr(module.config, "_attn_implementation", None) != "sdpa":
             continue
-        if any(met[path].kwargs.get(k) is not None for k in GIVEN):
-            yield Left(path, "it is given a mask, positions or a cache")
-            continue
-        yield Site(path, module, edits, "causal mask that is not built", asks=False, alone=False)
+        if not any(met[path].kwargs.get(k) is not None for k in GIVEN):
+            yield Site(path, module, edits, "causal mask that is not built", asks=False, alone=False)
