@@ -7,6 +7,7 @@ import torch
 from swapping import GPT, built, state
 from swapping import batch as tokens
 from torch import nn
+from torch.utils._pytree import tree_leaves
 
 from whet.choices import Choices
 from whet.lock import Lock
@@ -118,7 +119,7 @@ def test_blocks_of_a_hugging_face_model_are_checkpointed_beside_what_is_replaced
     assert KIND in kinds and model.whet.memory["blocks"] == 2 and not model.is_gradient_checkpointing
     loss = model(**tokens()).loss  # with a cache, which its config asks for
     loss.backward()
-    torch.testing.assert_close(loss, plain, rtol=1e-4, atol=1e-4)
+    torch.testing.assert_close(loss, plain)
     assert all(p.grad is not None for p in model.parameters())
     model.eval()
     assert model.generate(tokens()["input_ids"][:1, :4], max_new_tokens=3, do_sample=False).shape == (1, 7)
@@ -159,7 +160,8 @@ def test_the_optimizers_step_is_timed_and_leaves_weights_and_state_as_they_were(
     monkeypatch.setattr(_optimize, "_time_group", lambda *args: None)
     optimize(model, dict(idx=ids, targets=ids), optimizer=optimizer, lock=Lock(), seconds=0.001)
     assert all(torch.equal(v, weights[k]) for k, v in model.state_dict().items())
-    torch.testing.assert_close(optimizer.state_dict(), kept, rtol=0, atol=0)
+    now, before = tree_leaves(optimizer.state_dict()), tree_leaves(kept)
+    assert all(torch.equal(a, b) if isinstance(a, torch.Tensor) else a == b for a, b in zip(now, before, strict=True))
     assert steps and "training step with AdamW" in str(model.whet)
 
 
