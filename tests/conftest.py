@@ -210,7 +210,7 @@ def swapped_at_once(monkeypatch):
 
     monkeypatch.setattr(_optimize, "tune", lambda *args, **options: Tuned({"eager": Choices()}, {}))
     monkeypatch.setattr(_optimize, "_time_group", lambda group, *rest: None)
-    monkeypatch.setattr(_optimize, "_whole", lambda report, *rest: report.replaced.ask(report.choices))
+    monkeypatch.setattr(_optimize, "_whole", lambda report, *rest: report.choose("eager") or report.replaced.ask(report.choices) or True)
 
 
 @pytest.fixture

@@ -8,12 +8,13 @@ from test_swap_use import agree, replaced, trained
 from torch import nn
 
 from whet.choices import Choices, Recorder
-from whet.swap import Site
+from whet.swap import Site, _optimize
 from whet.swap._deferred import Deferred
 from whet.swap._groups import SiteGroup, grouped, without_covered
 from whet.swap._proof import prove
 from whet.swap._replace import as_call, prove_covered, recognise
 from whet.swap.residual_norm import Addend, PendingSum
+from whet.tune import Tuned
 
 FUSED = ("residual_norm", "qk_norm_rotary")
 
@@ -79,6 +80,17 @@ def test_hooks_of_the_other_children_and_of_the_layer_are_given_tensors():
     seen.clear()
     model(**data)
     assert seen == plain and not any(waits for _, waits in seen)
+
+
+@pytest.mark.parametrize("name", ["Qwen3", "Gemma3"])
+def test_generation_with_a_cache_gives_the_same_words(name):
+    model, ids = built(name, torch.float32), batch()["input_ids"][:1, :6]
+    plain = model.eval().generate(ids, max_new_tokens=4, do_sample=False)
+    found = replaced(model, only=FUSED)
+    recorder = Recorder()
+    found.ask(recorder)
+    assert torch.equal(model.generate(ids, max_new_tokens=4, do_sample=False), plain)
+    assert {call.op for call, _ in recorder.calls.values()} == {"add_rms_norm", "qk_norm_rope"}
 
 
 class Block(nn.Module):
@@ -206,6 +218,19 @@ def test_a_value_that_waits_is_its_tensor_to_all_else():
     assert torch.equal((Addend(y) + x).tensor(), y + x) and torch.equal(Addend(y) + 1, y + 1)
     assert torch.equal(torch.add(x, Addend(y), alpha=2), x + 2 * y) and torch.equal(Addend(y)[0], y[0])
     assert torch.equal(y.sum(0) + Addend(y), y.sum(0) + y), "of other shapes, at once"
+
+
+def test_the_report_counts_what_is_replaced_once(monkeypatch):
+    monkeypatch.setattr(_optimize, "tune", lambda *args, **options: Tuned({"eager": Choices()}, {}))
+    monkeypatch.setattr(_optimize, "_time_group", lambda group, *rest: None)
+    monkeypatch.setattr(_optimize, "_whole", lambda report, *rest: report.choose("eager") or True)
+    model = built("Qwen3", torch.float32)
+    _optimize.optimize(model, batch(), seconds=0.001)
+    record = model.whet.to_record()
+    modules = {kind: sum(g["modules"] for g in record["groups"] if g["kind"] == kind) for kind in (*FUSED, "norms", "rotary")}
+    assert modules == dict(residual_norm=2, qk_norm_rotary=2, norms=3, rotary=0) and record["left"] == []
+    assert len({path for g in record["groups"] for path in g["paths"] if g["kind"] == "norms"}) == 3
+    _optimize.restore(model)
 
 
 def test_what_a_site_covers_comes_back_where_it_is_not_kept():

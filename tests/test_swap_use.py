@@ -50,7 +50,7 @@ def test_gradient_checkpointing_switched_on_before_or_after(name):
     agree(trained(model, data), expected)
 
 
-@pytest.mark.parametrize("name", ["Llama", "GPT2", "ModernBert"])
+@pytest.mark.parametrize("name", ["Llama", "Qwen3", "GPT2", "ModernBert"])
 def test_autocast_over_float32_weights(name):
     model, data = built(name, torch.float32), batch()
     with torch.autocast("cpu", torch.bfloat16):
