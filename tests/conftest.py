@@ -210,7 +210,13 @@ def swapped_at_once(monkeypatch):
 
     monkeypatch.setattr(_optimize, "tune", lambda *args, **options: Tuned({"eager": Choices()}, {}))
     monkeypatch.setattr(_optimize, "_time_group", lambda group, *rest: None)
-    monkeypatch.setattr(_optimize, "_whole", lambda report, *rest: report.choose("eager") or report.replaced.ask(report.choices) or True)
+
+    def whole(report, *rest):
+        report.choose("eager")
+        report.replaced.ask(report.choices)
+        return True
+
+    monkeypatch.setattr(_optimize, "_whole", whole)
 
 
 @pytest.fixture
