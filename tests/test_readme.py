@@ -29,7 +29,7 @@ README = (ROOT / "README.md").read_text()
 FILES = {  # the record that feeds a table; those of decoding have tests of their own, and checks are made from themselves
     "bench": "bench-a", "summary": "bench-a", "machine": "bench-a", "ops": "bench-a", "predictions": "bench-a",
     "plans": "optimize-a", "steps": "optimize-a", "optimize-run": "optimize-a", "finding": "doctor-a", "proved": "prove-a",
-    "mutants": "cpu-mutants-a", "gpu-tests": "gpu-tests",
+    "mutants": "cpu-mutants-a", "gpu-tests": "gpu-tests", "ways": "step-a",
 }
 LINES = 170  # of README: what is longer belongs into docs/
 EVERY_PAGE = pytest.mark.parametrize("page", [pytest.param(p, id=p.name) for p in PAGES])
@@ -149,8 +149,21 @@ def test_every_table_names_its_record_gpu_versions_and_commit(name, root):
     write(root, "prove-a.json", record({"rows": [PROVED], "stopped": False}))
     mutant = {"kind": "edge", "op": "rms_norm", "name": "no mask", "stopped_by": "values"}
     write(root, "cpu-mutants-a.json", record({"dtype": "bfloat16", "mutants": [mutant]}))
+    write(root, "step-a.json", record(STEP))
     line = next(line for line in table(root, name).splitlines() if line.startswith("Source: "))
     assert f"`records/{FILES[name]}.json` (commit `{'a' * 12}`, 20" in line and "Test GPU, torch 2.0, triton 3.0" in line
+
+
+STEP = {"target": "gpt2", "batch": [16, 1024], "ways": [
+    {"way": "as it is", "timing": {"ms": 80.0}, "memory_mib": 18432}, {"way": "liger", "why": "it has none"},
+    {"way": "torch.compile", "timing": {"ms": 40.0}, "memory_mib": 10240},
+    {"way": "whet.compile_step", "timing": {"ms": 32.0}, "memory_mib": None},
+]}
+
+
+def test_a_step_by_every_way_is_a_row_and_whets_best_is_compared_with_the_best_of_the_others(root):
+    write(root, "step-a.json", record(STEP))
+    assert "| gpt2, 16 x 1,024 | 80.000, 18.0 GiB | - | 40.000, 10.0 GiB | 32.000 | 1.25x |" in table(root, "ways")
 
 
 def test_every_table_is_held_by_a_test():
@@ -338,9 +351,10 @@ def test_names_imported_in_snippets_exist(page):
 def test_the_tour_runs_here(tmp_path, monkeypatch):
     """As a user would run it, in an empty folder: it tunes for real and leaves a lock behind."""
     monkeypatch.setattr(choices, "_active", [])
-    tour = next(block for block in fenced(README, "python") if "Recorder()" in block)
+    page = (ROOT / "docs" / "optimize.md").read_text()
+    tour = next(block for block in fenced(page, "python") if "Recorder()" in block)
     scope: dict = {"__name__": "tour"}
-    exec(compile(tour, "README.md", "exec"), scope)
+    exec(compile(tour, "optimize.md", "exec"), scope)
     assert (tmp_path / "whet.lock").exists()
     assert list(scope["choices"].table.values())[0] in discover()["rms_norm"].impls and scope["y"].shape == (8, 64)
 

@@ -60,13 +60,13 @@ class CompiledStep:
 
     def __init__(
         self, model: nn.Module, optimizer: torch.optim.Optimizer, loss: Callable | None, clip: float | None,
-        precision: str | None, seconds: float, log_to: Any,
+        precision: str | None, seconds: float, log_to: Any, compiled: bool = True,
     ):
         if isinstance(model, torch._dynamo.OptimizedModule):
             model = model._orig_mod
         self.model: nn.Module = model if loss is None else LossOf(model, loss)
         self.optimizer, self.clip, self.precision = optimizer, clip, precision
-        self.seconds, self.log_to = seconds, log_to
+        self.seconds, self.log_to, self.compiled = seconds, log_to, compiled
         self.reset()
         self.updates, self.pending = 0, False
 
@@ -128,7 +128,7 @@ class CompiledStep:
         if strange is not None:
             plan, why, figures = AS_IT_IS, f"the batch holds a {type(strange).__name__}, whose tensors are not seen", {}
         else:
-            chosen = choose(work, self.seconds)
+            chosen = choose(work, self.seconds, self.compiled)
             plan, why, figures = chosen.plan, chosen.why, chosen.figures
         if plan.compiled:
             work.run = compiled_forward(self.model)
@@ -214,7 +214,7 @@ def described(args: tuple, kwargs: dict) -> str:
 
 def compile_step(
     model: nn.Module, optimizer: torch.optim.Optimizer, loss: Callable | None = None, clip: float | None = None,
-    precision: str | None = None, *, seconds: float = 0.3, log_to: Any = None,
+    precision: str | None = None, *, seconds: float = 0.3, log_to: Any = None, compiled: bool = True,
 ) -> CompiledStep:
     """A training step that runs by the best plan: `loss = step(batch)` is forward, backward, clip and optimizer.
 
@@ -222,6 +222,7 @@ def compile_step(
     clip       the norm that gradients are clipped to; None: they are not
     precision  "float32", "tf32" or "bfloat16" (autocast); None: whatever the process is set to
     seconds    time to race each plan, once for each shape of batch
+    compiled   False: torch.compile is not tried, which takes a minute or more of a large model
     log_to     a TensorBoard SummaryWriter for the choices; None: the active W&B run, else one line on stdout
     At the first batch of a shape, plans are verified and raced on copies: the step as it is, torch.compile, and on a GPU
     the CUDA graph of each. `step(batch, update=False)` accumulates gradients; `print(step.report)` shows what serves what.
@@ -234,4 +235,4 @@ def compile_step(
         raise ValueError(f"compile_step: precision must be one of {PRECISIONS} or None, got {precision!r}")
     if clip is not None and not clip > 0:
         raise ValueError(f"compile_step: clip must be a norm above 0 or None, got {clip!r}")
-    return CompiledStep(model, optimizer, loss, clip, precision, seconds, log_to)
+    return CompiledStep(model, optimizer, loss, clip, precision, seconds, log_to, compiled)

@@ -90,7 +90,9 @@ def plain_step(model: nn.Module, batch: dict, run: Callable | None = None) -> tu
     return work.step, optimizer
 
 
-def ready(way: str, base: nn.Module, batch: dict, lock: Lock, seconds: float, progress: Progress) -> WayOfStep:
+def ready(
+    way: str, base: nn.Module, batch: dict, lock: Lock, seconds: float, progress: Progress, compiled: bool = True
+) -> WayOfStep:
     """A copy of the model that runs its step this way, warm."""
     model, began, pools, again, notes = copy.deepcopy(base), now(), graph_pools_mib(), None, list[str]()
     if way == LIGER:
@@ -100,7 +102,7 @@ def ready(way: str, base: nn.Module, batch: dict, lock: Lock, seconds: float, pr
         notes += str(report).splitlines() if way == OPTIMIZED else []
     if way == STEP:
         optimizer = adamw(model, capturable=True)
-        step = compile_step(model, optimizer, seconds=seconds, log_to=Unlogged())
+        step = compile_step(model, optimizer, seconds=seconds, log_to=Unlogged(), compiled=compiled)
         run: Callable[[], Any] = lambda: step(batch)  # noqa: E731
     else:
         forward = compiled_forward(model) if way == COMPILED else None
@@ -138,15 +140,19 @@ def busy_ms(run: Callable[[], Any]) -> dict:
 
 
 def raced_steps(
-    base: nn.Module, batch: dict, lock: Lock, seconds: float, progress: Progress, ways: tuple[str, ...] = WAYS
+    base: nn.Module, batch: dict, lock: Lock, seconds: float, progress: Progress, ways: tuple[str, ...] = WAYS,
+    compiled: bool = True,
 ) -> list[dict]:
-    """One row per way: time of a step, memory, what the GPU was busy with, or why it could not run."""
+    """One row per way: time of a step, memory, what the GPU was busy with, or why it could not run.
+
+    compiled   whether compile_step tries torch.compile, too
+    """
     rows: dict[str, dict] = {way: {"way": way} for way in ways}
     there: dict[str, WayOfStep] = {}
     for i, way in enumerate(ways):
         progress(f"making ready: {way}", i, len(ways) + 1)
         try:
-            there[way] = ready(way, base, batch, lock, seconds, progress)
+            there[way] = ready(way, base, batch, lock, seconds, progress, compiled)
         except Exception as e:  # a rival that is not installed or does not run costs its row
             rows[way]["why"] = error_line(e)
         gc.collect()

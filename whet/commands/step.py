@@ -15,6 +15,7 @@ def command(
     tokens: Annotated[int | None, typer.Option(min=1, help="Tokens in a row (default 2048; 64 on a CPU).")] = None,
     dtype: Annotated[str, typer.Option(help="bfloat16, float32, or auto: as its config.json says.")] = "auto",
     only: Annotated[str, typer.Option(help="Some of the ways, by name, comma between (default: all).")] = "",
+    compiled: Annotated[bool, typer.Option(help="Let whet.compile_step try torch.compile, too.")] = True,
     seconds: Annotated[float, typer.Option(min=0.0, help="Measuring time per candidate, seconds.")] = 0.3,
     lock: Annotated[str | None, typer.Option(metavar="FILE", help="The lock (default $WHET_LOCK, else whet.lock).")] = None,
     records: Records = "records",
@@ -37,12 +38,13 @@ def command(
         if unknown := [w for w in ways if w not in WAYS]:
             raise ValueError(f"step: --only knows {', '.join(WAYS)}, got {unknown[0]!r}")
         taken = folder_model(Path(folder).expanduser(), FolderOptions(True, batch, tokens, dtype))
-        rows = raced_steps(taken.model, taken.batch, Lock.read(lock_path(lock)), seconds, progress, ways)
+        rows = raced_steps(taken.model, taken.batch, Lock.read(lock_path(lock)), seconds, progress, ways, compiled)
         name = Path(folder).resolve().name
         measured = {
             "target": name, "config": json.loads((Path(folder).expanduser() / "config.json").read_text()),
             "batch": [taken.rows, taken.tokens], "dtype": taken.dtype, "weights": taken.weights, "ways": rows,
         }
     said = f"whet step {folder} --batch {taken.rows} --tokens {taken.tokens} --dtype {taken.dtype}"
+    said += " --no-compiled" * (not compiled)
     made = record.make(said, measured)
     emit(made, as_json, records, f"step {name} {taken.rows}x{taken.tokens}", lambda: step_tables.show(console, measured))

@@ -14,7 +14,7 @@ from pathlib import Path
 
 from whet.choices import implied
 from whet.op import Impl, Op, discover, untiled
-from whet.report import api, bench_tables, clinic_tables, decode, front, pictures, proof_tables, run_tables
+from whet.report import api, bench_tables, clinic_tables, decode, front, pictures, proof_tables, run_tables, step_tables
 from whet.report.markdown import grid, keep
 from whet.report.templates import fill as fill_template
 
@@ -26,7 +26,7 @@ TABLES: dict[str, Callable[[Path], str]] = {
     "finding": front.finding, "steps": front.steps, "ops": lambda root: bench_tables.summary(root, training=True),
     "decoders": lambda root: decode.summary(root, compared=True),
     "checks": clinic_tables.checks, "predictions": clinic_tables.predictions, **decode.TABLES,
-    "proved": proof_tables.proved, "mutants": proof_tables.mutants,
+    "ways": step_tables.summary, "proved": proof_tables.proved, "mutants": proof_tables.mutants,
 }
 
 

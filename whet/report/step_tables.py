@@ -1,8 +1,11 @@
 """A training step by every way, as a table. Takes the record of `whet step`: plain dicts."""
 
+from pathlib import Path
+
 from rich.console import Console
 
 from whet.figures import ms
+from whet.report.markdown import absent, grid, read, source
 from whet.report.table import Column, Table, columns
 
 GIB = 1024
@@ -37,3 +40,25 @@ def show(console: Console, m: dict) -> None:
         if row["way"] == "whet.compile_step":
             for line in row.get("notes") or []:
                 console.print(line)
+
+
+def cell(row: dict | None) -> str:
+    """A way's time and memory, or a dash."""
+    if not row or not row.get("timing"):
+        return "-"
+    memory = row.get("memory_mib")
+    return f"{ms(row['timing']['ms'])}" + (f", {memory / GIB:.1f} GiB" if memory is not None else "")
+
+
+def summary(root: Path) -> str:
+    """One training step of each recorded model by every way: a Markdown table."""
+    found, rows = read(root, "step"), []
+    names = list(dict.fromkeys(row["way"] for r in found.values() for row in r["measured"]["ways"]))
+    for r in found.values():
+        m, by_way = r["measured"], {row["way"]: row for row in r["measured"]["ways"]}
+        others = [w["timing"]["ms"] for n, w in by_way.items() if w.get("timing") and not n.startswith("whet")]
+        ours = [w["timing"]["ms"] for n, w in by_way.items() if w.get("timing") and n.startswith("whet")]
+        best = f"{min(others) / min(ours):.2f}x" if others and ours else "-"
+        rows.append((f"{m['target']}, {m['batch'][0]} x {m['batch'][1]:,}", *(cell(by_way.get(n)) for n in names), best))
+    head = ("model, batch (ms, memory)", *names, "whet over the best other")
+    return f"{grid(head, rows)}\n\n{source(found)}" if rows else absent("step")
