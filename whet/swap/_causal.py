@@ -3,20 +3,19 @@
 import threading
 from typing import Any
 
+import torch
 
-class CausalKnowledge(threading.local):
-    """What the mask function may know while a decoder runs.
-
-    causal   the batch has neither positions nor a mask of its own
-    skipped  {window: whether Transformers, when it looked, let the kernels' own causal mask do}, of the decoder that runs
-    """
-
-    causal = False
-    skipped: dict[int | None, bool] = {}
+PACKED, WINDOW, CAUSAL = "packed_sequence_mask_function", "sliding_window_overlay", "causal_mask_function"
 
 
-KNOWN = CausalKnowledge()
-PACKING = "packed_sequence_mask_function"
+class CausalKnown(threading.local):
+    """Of which decoder this thread runs the forward, by its config, where the batch has neither positions nor a mask."""
+
+    def __init__(self):
+        self.config: Any = None  # not of the class: torch.compile's guards want it on the instance
+
+
+KNOWN = CausalKnown()
 
 
 def parts_of(mask_function: Any) -> list[str]:
@@ -30,26 +29,33 @@ def parts_of(mask_function: Any) -> list[str]:
 
 def is_causal_alone(parts: list[str], length: int, window: int | None) -> bool:
     """Whether masks joined are the causal one where nothing is packed, and a window is no shorter than the sequence."""
-    free = [PACKING, *(["sliding_window_overlay"] if window is not None and window >= length else [])]
-    return {part for part in parts if part not in free} == {"causal_mask_function"}
+    free = [PACKED, *([WINDOW] if window is not None and window >= length else [])]
+    return {part for part in parts if part not in free} == {CAUSAL}
+
+
+def known(options: dict, tracing: bool) -> bool:
+    """Whether the mask that is asked for is the kernels' own causal one, whatever the batch holds.
+
+    Where Transformers may look at the positions it finds what is packed itself. What it joins where it may not says
+    nothing; that it then allows no mask to be spared comes from that alone.
+    """
+    if KNOWN.config is None or options.get("config") is not KNOWN.config or not tracing or options.get("use_vmap"):
+        return False
+    if options.get("attention_mask") is not None:
+        return False
+    length, window = options.get("q_length"), options.get("local_size")
+    starts = [options.get(name, 0) for name in ("q_offset", "kv_offset")]  # of a static cache a tensor, which is not read
+    if not isinstance(length, int) or length != options.get("kv_length") or not all(type(s) is int and s == 0 for s in starts):
+        return False
+    parts = parts_of(options.get("mask_function"))
+    return (PACKED in parts or options.get("allow_is_causal_skip", True)) and is_causal_alone(parts, length, window)
 
 
 def mask(*args, **options):
-    """As Transformers' sdpa_mask; None, which is the kernels' own causal mask, where that is known to be the same.
+    """As Transformers' sdpa_mask; None, which is the kernels' own causal mask, where that is known to be the same."""
+    from transformers import masking_utils
 
-    Where Transformers may look at the positions, it decides, and what it decided is noted. Where it may not, it adds the
-    mask of packed sequences to be safe; without positions of the caller's own there are none.
-    """
-    from transformers.masking_utils import sdpa_mask
-
-    length, window = options.get("q_length"), options.get("local_size")
-    whole = not args and options.get("attention_mask") is None and not options.get("q_offset") and not options.get("use_vmap")
-    if not (KNOWN.causal and whole and isinstance(length, int) and length == options.get("kv_length")):
-        return sdpa_mask(*args, **options)
-    parts = parts_of(options.get("mask_function"))
-    if PACKING not in parts:
-        made = sdpa_mask(*args, **options)
-        KNOWN.skipped[window] = made is None
-        return made
-    known = KNOWN.skipped.get(window, False) and is_causal_alone(parts, length, window)
-    return None if known else sdpa_mask(*args, **options)
+    tracing = torch.compiler.is_compiling() or masking_utils.is_tracing()  # which without a tensor does not see Dynamo
+    if not args and known(options, tracing):
+        return None
+    return masking_utils.sdpa_mask(*args, **options)

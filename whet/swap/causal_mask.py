@@ -6,7 +6,7 @@ as much. A decoder that makes its positions itself has nothing packed, and its k
 """
 
 import inspect
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 from torch import nn
@@ -17,6 +17,9 @@ from whet.swap.attention import INTERNAL, NAME, register
 
 MAKERS = ("create_causal_mask", "create_sliding_window_causal_mask")
 GIVEN = ("attention_mask", "position_ids", "past_key_values", "cache_position", "encoder_hidden_states")
+CACHED = "use_cache"
+OWN = "allow_is_causal_skip"  # an argument of the makers: such a decoder needs the mask itself
+COUNTED = "cumsum"  # positions counted from what the batch holds, not one after the other
 
 
 def makes_masks(module: nn.Module) -> bool:
@@ -25,26 +28,31 @@ def makes_masks(module: nn.Module) -> bool:
     return makes and any(getattr(m, "is_causal", False) is True for m in module.modules())
 
 
-def given(module: Any, args: tuple, kwargs: dict) -> list[str]:
-    """Which of the arguments that a mask depends on were given."""
-    names = list(inspect.signature(module._whet_forward).parameters)
+def why_not(module: nn.Module) -> str:
+    """Why a decoder's mask is always built; empty where it need not be."""
+    code = inspect.unwrap(type(module).forward).__code__
+    if any(OWN in const for const in code.co_consts if isinstance(const, tuple)) or OWN in code.co_consts:
+        return "it asks for a mask that is always built"
+    return "it counts its positions from the batch" if COUNTED in code.co_names else ""
+
+
+def given(names: Iterable[str], args: tuple, kwargs: dict) -> list[str]:
+    """Which of the arguments that a mask depends on were given. names: of the forward's arguments, in order."""
     bound = dict(zip(names, args)) | kwargs
-    return [k for k in GIVEN if bound.get(k) is not None]
+    return [k for k in GIVEN if bound.get(k) is not None] + [CACHED] * bool(bound.get(CACHED))
 
 
 def forward(self, *args, **kwargs):
-    if given(self, args, kwargs) or kwargs.get("use_cache"):
-        return self._whet_forward(*args, **kwargs)
-    before = KNOWN.causal, KNOWN.skipped
-    KNOWN.causal, KNOWN.skipped = True, self._whet_skipped
+    before, KNOWN.config = KNOWN.config, None if given(self._whet_arguments, args, kwargs) else self.config
     try:
         return self._whet_forward(*args, **kwargs)
     finally:
-        KNOWN.causal, KNOWN.skipped = before
+        KNOWN.config = before
 
 
 def edits(module: Any, ops) -> list[Edit]:
-    return [Edit(module.config, INTERNAL, NAME), Edit(module, "_whet_skipped", {}), *new_forward(module, forward)]
+    names = Edit(module, "_whet_arguments", tuple(inspect.signature(module.forward).parameters))
+    return [Edit(module.config, INTERNAL, NAME), names, *new_forward(module, forward)]
 
 
 def find(model: nn.Module, met: dict[str, Met]) -> Iterator[Site | Left]:
@@ -54,5 +62,8 @@ def find(model: nn.Module, met: dict[str, Met]) -> Iterator[Site | Left]:
     for path, module in found:
         if getattr(module.config, "_attn_implementation", None) != "sdpa":
             continue
-        if not any(met[path].kwargs.get(k) is not None for k in GIVEN):
+        call = met[path]
+        if why := why_not(module):
+            yield Left(path, why)
+        elif not given(inspect.signature(module.forward).parameters, call.args, call.kwargs):
             yield Site(path, module, edits, "causal mask that is not built", asks=False, alone=False)
