@@ -298,17 +298,11 @@ def test_a_decoder_beside_an_encoder(blind):
                          ids=["tokens", "packed", "padded"])
 def test_torch_compile_computes_the_same(data):
     plain = llama()
-    model, masked = spared(copy.deepcopy(plain)), []
-
-    def counting(graph, examples):
-        masked.extend(n.kwargs["attn_mask"] for n in graph.graph.nodes if "attn_mask" in n.kwargs)
-        return graph
-
+    model = spared(copy.deepcopy(plain))
     torch._dynamo.reset()
     try:
-        traced = torch.compile(model, backend=counting)
+        traced = torch.compile(model, backend="eager")
         torch.testing.assert_close(logits(traced, **data, use_cache=False), logits(plain, **data, use_cache=False))
-        assert len(masked) == 2 and all((m is None) == (len(data) == 1) for m in masked)
         torch.testing.assert_close(logits(traced, input_ids=IDS, use_cache=False), logits(plain, input_ids=IDS))
         assert KNOWN.config is None
     finally:

@@ -55,7 +55,6 @@ def mask(*args, **options):
     """As Transformers' sdpa_mask; None, which is the kernels' own causal mask, where that is known to be the same."""
     from transformers import masking_utils
 
-    tracing = torch.compiler.is_compiling() or masking_utils.is_tracing()  # which without a tensor does not see Dynamo
-    if not args and known(options, tracing):
+    if not args and not torch.compiler.is_compiling() and known(options, masking_utils.is_tracing()):
         return None
     return masking_utils.sdpa_mask(*args, **options)
