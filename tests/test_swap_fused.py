@@ -10,7 +10,8 @@ from torch import nn
 from whet.choices import Choices, Recorder
 from whet.swap import Site, _optimize
 from whet.swap._deferred import Deferred
-from whet.swap._groups import SiteGroup, grouped, without_covered
+from whet.swap._groups import grouped, joined
+from whet.swap._optimize import Way
 from whet.swap._proof import prove
 from whet.swap._replace import as_call, prove_covered, recognise
 from whet.swap.residual_norm import Addend, PendingSum
@@ -239,8 +240,10 @@ def test_what_a_site_covers_comes_back_where_it_is_not_kept():
     more = prove_covered(found, Choices(), {(s.kind, s.path) for s in found.covered})
     assert len(more) == len(found.covered) == 8
     for kept, norms, rotary in ((FUSED, 3, 0), (FUSED[:1], 7, 2), (FUSED[1:], 5, 0), ((), 9, 2)):
-        groups: list[SiteGroup] = grouped(found.sites + more)
-        for group in groups:
+        way = Way("eager", Choices(), grouped(found.sites))
+        for group in way.groups:
             group.replaced = group.kind in kept or group.kind not in FUSED
-        sites: list[Site] = [s for g in without_covered(groups) for s, _ in g.sites]
+        rest = joined(way.groups, [s for s in more if (s[0].kind, s[0].path) in way.uncovered])
+        assert {s.kind for s, _ in rest} <= {"norms", "rotary"}, "of other words than a group has that is there"
+        sites: list[Site] = [s for g in [*way.groups, *grouped(rest)] for s, _ in g.sites]
         assert sum(s.kind == "norms" for s in sites) == norms and sum(s.kind == "rotary" for s in sites) == rotary

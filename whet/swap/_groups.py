@@ -13,6 +13,7 @@ from whet.measure import Race, race
 from whet.op import Call, discover
 from whet.race import Timing
 from whet.swap import Journal, Met, Site
+from whet.swap._kept import name_of
 from whet.swap._proof import cast, floating, upstream
 from whet.swap._replace import Replaced, uncached
 from whet.workload import Workload
@@ -33,6 +34,7 @@ class SiteGroup:
     replaced: bool = True
     impls: dict[str, str] = field(default_factory=dict)  # {op: the candidate that serves it}
     forms_ms: dict[str, float] = field(default_factory=dict)  # {form: its time}, of every form that ran
+    decided: str = ""  # the day of the lock's decision; empty: it was timed now
 
     @property
     def form(self) -> str:
@@ -41,7 +43,6 @@ class SiteGroup:
 
     def use(self, form: str, impls: dict[str, str]) -> None:
         self.sites, self.impls = [(s.with_forms((form,)), v) for s, v in self.sites], impls
-    decided: str = ""  # the day of the lock's decision; empty: it was timed now
 
     @property
     def share(self) -> float:
@@ -82,12 +83,17 @@ def recorded(found: Replaced, works: list[Workload], sites: list[tuple[Site, Ver
     return list(calls.values())
 
 
-def without_covered(groups: list[SiteGroup]) -> list[SiteGroup]:
-    """The groups, less the sites that those of a group that is replaced cover."""
-    gone = {where for g in groups if g.replaced for site, _ in g.sites for where in site.covers}
-    for group in groups:
-        group.sites = [(s, v) for s, v in group.sites if (s.kind, s.path) not in gone]
-    return [g for g in groups if g.sites]
+def joined(groups: list[SiteGroup], more: list[tuple[Site, Verdict]]) -> list[tuple[Site, Verdict]]:
+    """More sites, each put into the group of its like that was decided already; returns those that there is none for."""
+    decided = {name_of(g.sites[0][0]): g for g in groups if not g.sites[0][0].forms}
+    rest = []
+    for site, verdict in more:
+        group = decided.get(name_of(site))
+        if group is not None and group.form in [s.form for s in site.in_each_form()]:
+            group.sites.append((site.with_forms((group.form,)), verdict))
+        else:
+            rest.append((site, verdict))
+    return rest
 
 
 def grouped(sites: list[tuple[Site, Verdict]]) -> list[SiteGroup]:

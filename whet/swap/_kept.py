@@ -127,10 +127,11 @@ class Decisions:
         self.around = (*around, settings(device), kind, recognisers())
         self.keys: dict[GroupName, str] = {}  # with the mode after it, the key of an entry
         self.held: dict[tuple[GroupName, str], dict] = {}
-        self.counts: dict[GroupName, int] = {}
+        self.named: dict[GroupName, list[Site]] = {}
+        self.coverable: set[GroupName] = set()  # groups that others may cover whole: decided only where those are not kept
         self.ignored: dict[str, str] = {}  # key: why the lock's entry does not count
         self.proved = 0
-        self.timed_whole = True
+        self.timed = 0  # groups, and the whole
 
     def find(self, sites: Iterable[Site]) -> dict[GroupName, list[Site]]:
         """Sites by group; the keys of their entries, and the entries that hold."""
@@ -140,7 +141,9 @@ class Decisions:
         heads = {like[0].path for like in named.values()}
         with torch.no_grad():
             met = [met_in(self.model, call, heads) for call in self.calls] if named else []
-        self.keys, self.held, self.counts = {}, {}, {name: len(like) for name, like in named.items()}
+        covers = {at for like in named.values() for site in like for at in site.covers}
+        self.keys, self.held, self.named = {}, {}, named
+        self.coverable = {name for name, like in named.items() if all((s.kind, s.path) in covers for s in like)}
         for name, like in named.items():
             seen = [facts_of(m[like[0].path]) for m in met if like[0].path in m]
             forms = sorted({form_of(s.module) for s in like})
@@ -156,9 +159,9 @@ class Decisions:
         return named
 
     def entries(self, name: GroupName) -> list[dict]:
-        """A group's decisions, one for each mode; none where one of them is missing."""
+        """A group's decisions, one for each mode; none where one is missing that no replacement around it explains."""
         found = [self.held[name, mode] for mode in self.modes if (name, mode) in self.held]
-        return found if len(found) == len(self.modes) else []
+        return found if len(found) == len(self.modes) or name in self.coverable else []
 
     def verdicts(self, sites: list[Site], seen: dict[str, Met], ops: Choices) -> dict[int, Verdict]:
         """{id of a site: its verdict} where a decision holds: one of each kind of like modules is proved anew.
@@ -207,7 +210,7 @@ class Decisions:
             picked.setdefault(call.op, set()).add(ops.pick(discover()[call.op], call))
         for (name, at), entry in list(self.held.items()):
             for op, impl in entry.get("impls", {}).items() if at == mode else ():
-                if impl not in picked.get(op, ()):
+                if impl not in picked.get(op, (impl,)):  # of what was not asked for now there is nothing to say
                     self.ignore(name, f"it was timed with {op}/{impl}, which is not what serves it now")
                     return True
         return False
@@ -231,16 +234,15 @@ class Decisions:
         entry = self.lock.swaps.get(key := self.whole_key(ways))
         if entry is None or key in self.ignored or len(entry.get("batches", ())) != len(self.calls):
             return None
-        self.timed_whole = False
         return entry
 
     def save(self, report: "Optimized", whole: dict | None, key: str) -> None:
         """What was decided now goes to the lock. A group of which a module failed its proof does not: it is proved in full."""
         date, made = datetime.datetime.now(datetime.timezone.utc).date().isoformat(), {}
-        for mode, group in ((way.mode, g) for way in report.ways.values() for g in way.groups):
-            name = name_of(group.sites[0][0])
+        for way, group in ((w, g) for w in report.ways.values() for g in w.groups):
+            name, mode = name_of(group.sites[0][0]), way.mode
             known = (name, mode) in self.held or name not in self.keys
-            if known or self.counts[name] != len(group.sites) or group.before_ms is None:
+            if known or group.before_ms is None or not self.complete(way, group, name):
                 continue
             sources = {op: fingerprint(discover()[op], impl) for op, impl in group.impls.items()}
             made[f"{self.keys[name]} @ {mode}"] = {
@@ -253,6 +255,11 @@ class Decisions:
         if made:
             save_swaps(self.lock, made)
 
+    def complete(self, way: "Way", group: "SiteGroup", name: GroupName) -> bool:
+        """Whether every module of this name is in the group, or has no effect beside what is replaced."""
+        gone = {at for g in way.groups if g.replaced for site, _ in g.sites for at in site.covers}
+        return {s.path for s in self.named[name] if (s.kind, s.path) not in gone} == {s.path for s, _ in group.sites}
+
     def lines(self) -> list[str]:
         """What came from the lock, and which of its entries were ignored."""
         found = []
@@ -260,11 +267,11 @@ class Decisions:
         if names:
             dates = sorted({e["date"] for e in self.held.values()})
             when = dates[0] if len(dates) == 1 else f"{dates[0]} to {dates[-1]}"
-            rest = len(names) < len(self.keys) or self.timed_whole
+            open_ = [n for n, like in self.named.items() if n not in names and n not in self.coverable and like[0].alone]
             found.append(
-                f"decisions on {len(names)} of {len(self.keys)} groups are the lock's, of {when}: one module of each that "
-                f"is replaced was proved anew ({self.proved} proofs), then all of them together; "
-                f"{'the rest was timed now' if rest else 'nothing was timed'}"
+                f"decisions on {len(names)} of {len(names) + len(open_)} groups are the lock's, of {when}: one module of each "
+                f"that is replaced was proved anew ({self.proved} proofs), then all of them together; "
+                f"{'the rest was timed now' if self.timed else 'nothing was timed'}"
             )
         ignored = {key.partition(" @ ")[0].rpartition(" ")[0]: why for key, why in self.ignored.items()}
         return found + [f"the lock's decision on {what} was ignored: {why}" for what, why in ignored.items()]

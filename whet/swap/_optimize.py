@@ -13,11 +13,12 @@ from whet.choices import Choices
 from whet.figures import error_line
 from whet.judge import Verdict
 from whet.lock import Lock
-from whet.measure import now, race
+from whet.measure import Race, now, race
+from whet.race import TIE, paired
 from whet.swap import Edit, Left, Met, Site
 from whet.swap._begin import allowed, in_allowed, prepared, refuse, refuse_step_options, undone, with_optimizer
 from whet.swap._given import usable
-from whet.swap._groups import BEFORE, SiteGroup, _time_group, grouped, ratio, recorded, without_covered
+from whet.swap._groups import BEFORE, SiteGroup, _time_group, grouped, joined, ratio, recorded
 from whet.swap._kept import Decisions, facts_of
 from whet.swap._memory import KIND as CHECKPOINT
 from whet.swap._memory import bytes_of, fit
@@ -42,6 +43,13 @@ class Way:
     @property
     def sites(self) -> list[tuple[Site, Verdict]]:
         return [s for g in self.groups if g.replaced for s in g.sites]
+
+    @property
+    def uncovered(self) -> set[tuple[str, str]]:
+        """(kind, path) of what a group covers that is not replaced, and none that is."""
+        covers = {done: {at for g in self.groups if g.replaced is done for s, _ in g.sites for at in s.covers}
+                  for done in (True, False)}
+        return covers[False] - covers[True]
 
 
 @dataclass
@@ -223,13 +231,14 @@ def _decide(
         for way in report.ways.values():
             way.groups = _timed_groups(report, way, found.sites, works[0], calls[0], seconds, progress, decided)
         ways = list(report.ways.values())
-        lost = {at for way in ways for g in way.groups if not g.replaced for s, _ in g.sites for at in s.covers}
-        if lost and (more := prove_covered(found, Choices(), lost)):
-            if not _tuned(report, works, [s for s in found.sites if not s[0].covers] + more, seconds, progress, decided):
+        lost = {way.mode: way.uncovered for way in ways}
+        if more := prove_covered(found, Choices(), set().union(*lost.values())):
+            alone = [s for s in found.sites if not s[0].covers]
+            if not _tuned(report, works, alone + more, seconds, progress, decided):
                 return False
             for way in ways:
-                way.groups += _timed_groups(report, way, more, works[0], calls[0], seconds, progress, decided)
-                way.groups = without_covered(way.groups)
+                rest = joined(way.groups, [s for s in more if (s[0].kind, s[0].path) in lost[way.mode]])
+                way.groups += _timed_groups(report, way, rest, works[0], calls[0], seconds, progress, decided)
         if any(way.sites for way in ways):
             return _whole(report, whole, calls, seconds, decided)
     report.choose(next(iter(report.ways)))
@@ -264,6 +273,7 @@ def _timed_groups(
             group.recall(entry)
         elif group.sites[0][0].alone:
             progress(f"timing {group.words}", i, len(groups))
+            decided.timed += 1
             _time_group(group, work, met, way.choices, seconds, way.mode)
     return groups
 
@@ -271,16 +281,10 @@ def _timed_groups(
 def _whole(report: Optimized, works: list[Workload], calls: list[Met], seconds: float, decided: Decisions) -> bool:
     """All replacements together: proved once more, then timed against the model as it was, at every batch."""
     found, ways = report.replaced, [way for way in report.ways.values() if way.sites]
-    for small in {facts_of(c): c for c in map(cut, calls)}.values():
-        for way in ways:
-            found.sites = way.sites
-            verdict = prove(together(found, small, works[0].kind == "train"), small, way.choices)
-            if not verdict.ok and decided.held:
-                decided.ignore_all(f"together they are wrong: {verdict.why}")
-                return False
-            if not verdict.ok:
-                way.wrong = verdict.why
-    right = [way for way in ways if not way.wrong]
+    right = [way for way in ways if _together(found, way, calls, works[0].kind == "train")]
+    if len(right) < len(ways) and decided.held and not (right and decided.whole(right)):
+        decided.ignore_all(f"together they are wrong: {next(way.wrong for way in ways if way.wrong)}")
+        return False
     if not right:
         found.restore()
         found.left += [Left(s.path, f"together they are wrong: {ways[0].wrong}", s.kind) for s, _ in ways[0].sites]
@@ -289,6 +293,7 @@ def _whole(report: Optimized, works: list[Workload], calls: list[Met], seconds: 
         return True
     known, key = decided.whole(right), decided.whole_key(right)
     report.batches = known["batches"] if known else [_race_whole(report, right, w, c, seconds) for w, c in zip(works, calls)]
+    decided.timed += known is None
     mode, slower = best_of(report.batches, [way.mode for way in right])
     for b in report.batches:
         b["after_ms"], b["slower"] = b["ms"][mode], mode in b["slower_in"]
@@ -303,6 +308,17 @@ def _whole(report: Optimized, works: list[Workload], calls: list[Met], seconds: 
     whole = {"what": f"model: {type(report.model).__name__}", "replaced": not slower, "before_ms": report.before_ms,
              "after_ms": report.after_ms, "why": report.note, "batches": report.batches}
     decided.save(report, None if known else whole, key)
+    return True
+
+
+def _together(found: Replaced, way: Way, calls: list[Met], train: bool) -> bool:
+    """Whether all that a way replaces is right together, at a small part of each batch; else why not is noted."""
+    found.sites = way.sites
+    for small in {facts_of(c): c for c in map(cut, calls)}.values():
+        verdict = prove(together(found, small, train), small, way.choices)
+        if not verdict.ok:
+            way.wrong = verdict.why
+            return False
     return True
 
 
@@ -328,12 +344,18 @@ def _race_whole(report: Optimized, ways: list[Way], work: Workload, call: Met, s
         raced = race(runs, keep=BEFORE, seconds=seconds, flush=False)
     if report.precision_before:
         torch.set_float32_matmul_precision("high")
-    times, result = raced.timings, raced.outcome
-    surely = result.chosen == BEFORE and not result.tied
     return {
-        "batch": size_of(call), "before_ms": times[BEFORE].ms, "ms": {way.mode: times[way.mode].ms for way in ways},
-        "slower_in": [w.mode for w in ways if surely or result.chosen == BEFORE and result.ratios[w.mode].slower],
+        "batch": size_of(call), "before_ms": raced.timings[BEFORE].ms, "ms": {w.mode: raced.timings[w.mode].ms for w in ways},
+        "slower_in": slower_in(raced, [way.mode for way in ways]),
     }
+
+
+def slower_in(raced: Race, modes: list[str]) -> list[str]:
+    """The ways that are not to be used by this race: none is where the model as it was won, nor one that is slower than it."""
+    if raced.outcome.chosen == BEFORE and not raced.outcome.tied:
+        return modes
+    over = {m: paired(raced.times[m], raced.times[BEFORE], len(modes)) for m in modes}
+    return [m for m in modes if m != raced.outcome.chosen and (over[m].slower or over[m].value > 1 + TIE)]
 
 
 def _fit(report: Optimized, work: Workload, calls: list[Met], limit: int, seconds: float) -> None:

@@ -25,7 +25,7 @@ def preview(
         report.dry, report.replaced = True, recognise(model, calls[0], Choices())
         sites = report.replaced.sites
         decided = Decisions(lock or Lock.read(), model, calls, works[0].kind, (None, "", ()), modes_here())
-        decided.find([site for site, _ in sites])
+        decided.find(report.replaced.proposed)
         for mode in decided.modes:
             groups = grouped(sites)
             for group in groups:

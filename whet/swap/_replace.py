@@ -21,15 +21,14 @@ Known = Callable[[list[Site], dict[str, Met], Choices], dict[int, Verdict]]
 
 @dataclass
 class Replaced:
-    """What was replaced in a model, what was not, and how to put it back.
-
-    covered  sites that were proved and have no effect, since others cover them; for when those are not kept
-    """
+    """What was replaced in a model, what was not, and how to put it back."""
 
     model: nn.Module
     sites: list[tuple[Site, Verdict]] = field(default_factory=list)
     covered: list[Site] = field(default_factory=list)  # without effect while what covers them is kept, so not proved yet
     seen: dict[str, Met] = field(default_factory=dict)  # what those are called with
+    known: dict[int, Verdict] = field(default_factory=dict)  # by the id of a site that needs no proof of its own
+    proposed: list[Site] = field(default_factory=list)  # all that recognisers found, right or not
     left: list[Left] = field(default_factory=list)
     journal: Journal = field(default_factory=Journal)
     last: tuple[Choices, list[Site], list[Edit]] | None = None  # made once for a race, whose every round asks anew
@@ -191,6 +190,7 @@ def recognise(
             elif made := _proved(site, found, seen, ops):
                 proved[id(site)] = made
             gone |= set(site.covers) if id(site) in proved else set()
+    found.known, found.proposed = verdicts, sites
     found.sites = [proved[id(site)] for site in sites if id(site) in proved]
     found.seen = {site.path: seen[site.path] for site in found.covered}
     return found
@@ -199,7 +199,10 @@ def recognise(
 def prove_covered(found: Replaced, ops: Choices, wanted: set[tuple[str, str]]) -> list[tuple[Site, Verdict]]:
     """Those of the covered sites, by kind and path, that are right: what covers them is not kept after all."""
     with uncached(found.model):
-        tried = [_proved(site, found, found.seen, ops) for site in found.covered if (site.kind, site.path) in wanted]
+        tried = [
+            (site, found.known[id(site)]) if id(site) in found.known else _proved(site, found, found.seen, ops)
+            for site in found.covered if (site.kind, site.path) in wanted
+        ]
     return [made for made in tried if made]
 
 
