@@ -4,10 +4,12 @@ Each way gets its own copy of the model and its own optimizer; all are timed in 
 verified: what whet puts in their place is.
 """
 
+import contextlib
 import copy
 import gc
 import re
-from collections.abc import Callable
+import sys
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -72,15 +74,49 @@ def held_mib(model: nn.Module, optimizer: torch.optim.Optimizer) -> float:
     return sum(tensors.values()) / 2**20
 
 
-def ligered(model: nn.Module) -> None:
-    """Liger's kernels in this one model; LookupError where Liger has none for its kind."""
+Globals = list[tuple[dict, str, Any]]  # (of a module, name, value)
+
+
+@contextlib.contextmanager
+def patched(found: Globals) -> Iterator[None]:
+    """While it is on, these globals have these values."""
+    before = [(names, name, names[name]) for names, name, _ in found]
+    try:
+        for names, name, value in found:
+            names[name] = value
+        yield
+    finally:
+        for names, name, value in before:
+            names[name] = value
+
+
+def ligered(model: nn.Module) -> Globals:
+    """Liger's kernels in this one model; LookupError where Liger has none for its kind.
+
+    Returns what Liger sets for every model of the kind, as its rotation in the place of a function of Transformers: that is
+    taken back here, for whoever runs the model to set while it runs. The other ways would run it, too.
+    """
     from liger_kernel.transformers import _apply_liger_kernel_to_instance
     from liger_kernel.transformers.monkey_patch import MODEL_TYPE_TO_APPLY_LIGER_FN
 
     kind = getattr(getattr(model, "config", None), "model_type", None)
     if kind not in MODEL_TYPE_TO_APPLY_LIGER_FN:
         raise LookupError(f"Liger has no kernels for models of type {kind}")
+    modules = [vars(sys.modules[name]) for name in {type(m).__module__ for m in model.modules()} | {type(model).__module__}]
+    kept = [(names, dict(names)) for names in modules]
     _apply_liger_kernel_to_instance(model=model)
+    made = [(names, k, v) for names, before in kept for k, v in names.items() if k in before and before[k] is not v]
+    for names, before in kept:
+        names.update(before)
+    return made
+
+
+def within(found: Globals, run: Callable[[], Any]) -> Callable[[], Any]:
+    def inside():
+        with patched(found):
+            return run()
+
+    return inside
 
 
 def plain_step(model: nn.Module, batch: dict, run: Callable | None = None) -> tuple[Callable[[], Any], torch.optim.Optimizer]:
@@ -95,8 +131,7 @@ def ready(
 ) -> WayOfStep:
     """A copy of the model that runs its step this way, warm."""
     model, began, pools, again, notes = copy.deepcopy(base), now(), graph_pools_mib(), None, list[str]()
-    if way == LIGER:
-        ligered(model)
+    changed = ligered(model) if way == LIGER else []
     if way in (OPTIMIZED, STEP):
         report: Any = optimize(model, batch, mode="train", lock=lock, seconds=seconds, progress=progress).whet
         notes += str(report).splitlines() if way == OPTIMIZED else []
@@ -107,6 +142,7 @@ def ready(
     else:
         forward = compiled_forward(model) if way == COMPILED else None
         run, optimizer = plain_step(model, batch, forward)
+        run = within(changed, run) if changed else run
     for _ in range(3):
         run()
     if torch.cuda.is_available():
@@ -139,6 +175,16 @@ def busy_ms(run: Callable[[], Any]) -> dict:
     return {"busy_ms": {k: round(v, 3) for k, v in found.items()}, "kernels": len(kernels)}
 
 
+def looked_at(at: WayOfStep) -> dict:
+    """Of a way that is ready: its memory, what the GPU is busy with, and what it says of itself."""
+    extra = peak_mib(at.run)
+    return {
+        "ready_s": round(at.ready_s, 1), "notes": list(at.notes), **busy_ms(at.run),
+        "memory_mib": None if extra is None else round(at.held_mib + extra),
+        "again_s": None if at.again_s is None else round(at.again_s, 1),
+    }
+
+
 def raced_steps(
     base: nn.Module, batch: dict, lock: Lock, seconds: float, progress: Progress, ways: tuple[str, ...] = WAYS,
     compiled: bool = True,
@@ -158,11 +204,12 @@ def raced_steps(
         gc.collect()
         if torch.cuda.is_available():
             torch.cuda.empty_cache()
-    for way, at in there.items():
-        extra = peak_mib(at.run)
-        rows[way] |= {"ready_s": round(at.ready_s, 1), "notes": list(at.notes)} | busy_ms(at.run)
-        rows[way]["memory_mib"] = None if extra is None else round(at.held_mib + extra)
-        rows[way]["again_s"] = None if at.again_s is None else round(at.again_s, 1)
+    for way, at in list(there.items()):
+        try:
+            rows[way] |= looked_at(at)
+        except Exception as e:  # as one that ran alone, and beside the others has no memory left
+            rows[way]["why"] = error_line(e)
+            del there[way]
     progress("timing in turns", len(ways), len(ways) + 1)
     timed = compare({way: at.run for way, at in there.items()}, seconds=seconds * 4, flush=False, least=9)
     for way, taken in timed.items():
