@@ -1,7 +1,9 @@
 """Launching: the key holds all that Triton asks of the arguments, the unusual goes Triton's way, Inductor sees kernels."""
 
+import contextlib
 import json
 import random
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -14,7 +16,7 @@ from triton.runtime import driver
 from triton.runtime.jit import JITFunction, create_function_from_signature
 
 import whet.ops.rms_norm
-from whet import launch
+from whet import launch, torch_ops
 from whet.launch import SOURCES, Direct, launcher
 
 TARGET = GPUTarget("cuda", 90, 32)
@@ -196,6 +198,20 @@ def test_a_kernel_is_prepared_once_and_left_alone_without_a_gpu(gpu, monkeypatch
     monkeypatch.setattr(launch, "cuda", lambda: False)
     kernel = JITFunction(_copied)
     assert launcher(kernel) is kernel
+
+
+@pytest.mark.parametrize("watched", [False, True])
+@pytest.mark.parametrize("kind", [torch_ops.Forward, torch_ops.Fused])
+def test_an_op_runs_on_the_device_of_its_tensors_also_where_a_mode_looks_on(kind, watched, monkeypatch):
+    entered, x = [], SimpleNamespace(is_cuda=True, get_device=lambda: 1, device="cuda:1")
+    op = object.__new__(kind)
+    for name, value in dict(name="planted", label="planted", launch=None, forward=None, op=None, n_out=1).items():
+        run = (lambda *args: list(entered)) if name in ("launch", "forward", "op") else value
+        object.__setattr__(op, name, run)
+    monkeypatch.setattr(torch_ops, "_current_device", lambda: 0)
+    monkeypatch.setattr(torch_ops, "_watched", lambda label: watched)
+    monkeypatch.setattr(torch.cuda, "device", lambda device: entered.append(device) or contextlib.nullcontext())
+    assert op(x) in (["cuda:1"], "cuda:1") and entered == ["cuda:1"]
 
 
 def test_interpreted_kernels_are_launched_as_they_are(device):

@@ -80,13 +80,13 @@ class Forward:
         object.__setattr__(self, "op", define(self.name, self.schema, self.launch, self.fake))
 
     def __call__(self, *args):
-        x = args[0]
-        if torch.compiler.is_compiling() or _watched(f"{self.name}[triton]"):
+        if torch.compiler.is_compiling():
             return self.op(*args)
+        run, x = self.op if _watched(f"{self.name}[triton]") else self.launch, args[0]
         if x.is_cuda and x.get_device() != _current_device():
             with torch.cuda.device(x.device):
-                return self.launch(*args)
-        return self.launch(*args)
+                return run(*args)
+        return run(*args)
 
 
 @dataclass(frozen=True)
