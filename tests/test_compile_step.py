@@ -94,7 +94,7 @@ def choosing(monkeypatch, plan: Plan) -> list:
     """Every choice falls on this plan; returns the works that were chosen for."""
     asked: list = []
 
-    def chosen(work, seconds):
+    def chosen(work, seconds, *rest):
         asked.append(work)
         return ChosenStep(plan, "planted", {"speedup": 2.0})
 
