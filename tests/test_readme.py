@@ -95,6 +95,10 @@ FINDING = {
     "measured": True, "applies": False,
 }
 FOUND = {"sentence": "Slow.", "findings": [FINDING], "step": {"ms": 4.0}}
+STEP = {"target": "gpt2", "batch": [16, 1024], "ways": [
+    {"way": "as it is", "timing": {"ms": 80.0}, "memory_mib": 18432}, {"way": "liger", "why": "it has none"},
+    {"way": "torch.compile", "timing": {"ms": 40.0}, "memory_mib": 10240}, {"way": "whet.compile_step", "timing": {"ms": 32.0}},
+]}
 PROVED = {"op": "rms_norm", "impl": "torch", "case": {"M": 1, "N": 8}, "dtype": "float32", "outcome": "right", "why": ""}
 
 
@@ -152,13 +156,6 @@ def test_every_table_names_its_record_gpu_versions_and_commit(name, root):
     write(root, "step-a.json", record(STEP))
     line = next(line for line in table(root, name).splitlines() if line.startswith("Source: "))
     assert f"`records/{FILES[name]}.json` (commit `{'a' * 12}`, 20" in line and "Test GPU, torch 2.0, triton 3.0" in line
-
-
-STEP = {"target": "gpt2", "batch": [16, 1024], "ways": [
-    {"way": "as it is", "timing": {"ms": 80.0}, "memory_mib": 18432}, {"way": "liger", "why": "it has none"},
-    {"way": "torch.compile", "timing": {"ms": 40.0}, "memory_mib": 10240},
-    {"way": "whet.compile_step", "timing": {"ms": 32.0}, "memory_mib": None},
-]}
 
 
 def test_a_step_by_every_way_is_a_row_and_whets_best_is_compared_with_the_best_of_the_others(root):
@@ -351,8 +348,7 @@ def test_names_imported_in_snippets_exist(page):
 def test_the_tour_runs_here(tmp_path, monkeypatch):
     """As a user would run it, in an empty folder: it tunes for real and leaves a lock behind."""
     monkeypatch.setattr(choices, "_active", [])
-    page = (ROOT / "docs" / "optimize.md").read_text()
-    tour = next(block for block in fenced(page, "python") if "Recorder()" in block)
+    tour = next(b for b in fenced((ROOT / "docs" / "optimize.md").read_text(), "python") if "Recorder()" in b)
     scope: dict = {"__name__": "tour"}
     exec(compile(tour, "optimize.md", "exec"), scope)
     assert (tmp_path / "whet.lock").exists()
