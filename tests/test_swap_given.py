@@ -73,7 +73,7 @@ def test_a_model_made_under_inference_mode_is_refused_and_a_call_under_it_is_not
         with around:
             data = {k: v.clone() for k, v in batch().items()}
             optimize(model, data)
-            assert len(model.whet.kept) == 5 and model.whet.mode == "train" and model.eval()(**data).logits is not None
+            assert len(model.whet.kept) == 7 and model.whet.mode == "train" and model.eval()(**data).logits is not None
         model.train()(**batch()).loss.backward()
 
 

@@ -107,6 +107,9 @@ def quantised(make, head: bool) -> nn.Module:
     return model
 
 
+COUNTED = ("norms", "residual_norm", "gated_mlp", "rotary", "attention", "lm_head")
+
+
 @pytest.mark.parametrize("make", [Linear4bit, Float8Linear, Blocks, subclassed])
 @pytest.mark.parametrize("head", [False, True], ids=["plain head", "packed head"])
 def test_linears_stay_as_they_are_and_what_is_around_them_is_replaced(make, head):
@@ -115,8 +118,8 @@ def test_linears_stay_as_they_are_and_what_is_around_them_is_replaced(make, head
     assert len(linears) == 14 + head
     expected = trained(model, data)
     found = replaced(model)
-    counts = {k: sum(s.kind == k for s, _ in found.sites) for k in ("norms", "gated_mlp", "rotary", "attention", "lm_head")}
-    assert counts == dict(norms=5, gated_mlp=2, rotary=2, attention=2, lm_head=1 - head), found.left
+    counts = {k: sum(s.kind == k for s, _ in found.sites) for k in COUNTED}
+    assert counts == dict(norms=3, residual_norm=2, gated_mlp=2, rotary=2, attention=2, lm_head=1 - head), found.left
     assert [x.why.startswith("its head") for x in found.left] == [True] * head
     assert {n: set(vars(model.get_submodule(n))) for n in linears} == linears
     agree(trained(model, data), expected)

@@ -54,7 +54,8 @@ class SiteGroup:
         if entry is not None:
             self.before_ms, self.after_ms, self.why = entry["before_ms"], entry["after_ms"], entry["why"]
             self.replaced, self.decided = entry["replaced"], entry["date"]
-            self.use(entry.get("form", self.sites[0][0].form), dict(entry.get("impls", {})))
+            form, known = entry.get("form", ""), [s.form for s in self.sites[0][0].in_each_form()]
+            self.use(form if form in known else known[0], dict(entry.get("impls", {})))
 
     def to_record(self) -> dict:
         return {

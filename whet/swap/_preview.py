@@ -35,9 +35,10 @@ def preview(
         if whole := decided.whole([way for way in report.ways.values() if way.sites]):
             report.before_ms, report.after_ms, report.batches = whole["before_ms"], whole["after_ms"], whole["batches"]
     count = sum(len(g.sites) for g in report.groups if g.replaced)
-    known = [g.decided for g in report.groups if g.decided]
+    alone = [g for g in report.groups if g.sites[0][0].alone]
+    known = [g.decided for g in alone if g.decided]
     timed = "nothing was timed"
     if known:
-        timed = f"times of {len(known)} of {len(report.groups)} groups are the lock's, of {max(known)}"
+        timed = f"times of {len(known)} of {len(alone)} groups are the lock's, of {max(known)}"
     report.note = f"dry run: {count} module{'s' * (count != 1)} can be replaced; nothing was replaced and {timed}"
     return report
