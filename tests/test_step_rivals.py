@@ -78,17 +78,23 @@ def test_every_way_has_a_row_and_what_cannot_run_costs_only_its_own(quick):
 
 
 def test_a_way_that_stops_running_costs_its_row_too(quick, monkeypatch):
-    real, asked = step_rivals.busy_ms, []
+    real, asked = step_rivals.peak_mib, []
 
-    def busy(run):
+    def peak(run):
         asked.append(run)
         if len(asked) == 2:
             raise torch.cuda.OutOfMemoryError("planted")
         return real(run)
 
-    monkeypatch.setattr(step_rivals, "busy_ms", busy)
+    monkeypatch.setattr(step_rivals, "peak_mib", peak)
     rows = raced(AS_IT_IS, COMPILED, STEP)
     assert "planted" in rows[COMPILED]["why"] and "timing" not in rows[COMPILED] and rows[STEP]["speedup"] > 0
+
+
+def test_a_profiler_that_fails_costs_its_own_figures_alone(quick, monkeypatch):
+    monkeypatch.setattr(step_rivals, "busy_ms", lambda run: 1 / 0)
+    row = raced(AS_IT_IS)[AS_IT_IS]
+    assert row["timing"]["ms"] > 0 and "busy_ms" not in row and "why" not in row
 
 
 def test_without_the_step_as_it_is_nothing_is_compared_and_where_none_runs_there_are_reasons(quick, monkeypatch):
