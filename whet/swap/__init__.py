@@ -77,6 +77,11 @@ class Site:
         named = {self.form: self.edits} | self.forms
         return [replace(self, edits=edits, form=form, forms={}) for form, edits in named.items()]
 
+    def in_form(self, name: str) -> "Site":
+        """This site in this one of its forms, or in its first where it has none of the name."""
+        named = {site.form: site for site in self.in_each_form()}
+        return named.get(name, named[next(iter(named))])
+
     def with_forms(self, names: Iterable[str]) -> "Site":
         """This site with these of its forms alone."""
         first, *others = (s for s in self.in_each_form() if s.form in set(names))

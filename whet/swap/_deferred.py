@@ -12,6 +12,8 @@ import torch
 from torch import nn
 from torch.utils._pytree import tree_map
 
+from whet.swap._replace import quiet
+
 
 class Deferred:
     """A tensor that may not be computed yet: in every use but those that a subclass knows, it is its tensor."""
@@ -25,6 +27,17 @@ class Deferred:
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self.tensor(), name)
+
+
+def noticed(module: nn.Module, run: Callable[[Callable], Any]) -> list[nn.Module]:
+    """The modules that a run notes, run(note), with the module afterwards as it was; none where the run fails."""
+    found: list[nn.Module] = []
+    try:
+        with quiet(module), torch.no_grad():
+            run(lambda *modules: found.extend(modules))
+    except Exception:  # its code asks of self or of a child's result what only the real ones have
+        return []
+    return found
 
 
 def settled(value: Any) -> Any:

@@ -42,7 +42,7 @@ class SiteGroup:
         return " or ".join(s.form for s in self.sites[0][0].in_each_form() if s.form)
 
     def use(self, form: str, impls: dict[str, str]) -> None:
-        self.sites, self.impls = [(s.with_forms((form,)), v) for s, v in self.sites], impls
+        self.sites, self.impls = [(s.in_form(form), v) for s, v in self.sites], impls
 
     @property
     def share(self) -> float:
@@ -54,8 +54,7 @@ class SiteGroup:
         if entry is not None:
             self.before_ms, self.after_ms, self.why = entry["before_ms"], entry["after_ms"], entry["why"]
             self.replaced, self.decided = entry["replaced"], entry["date"]
-            form, known = entry.get("form", ""), [s.form for s in self.sites[0][0].in_each_form()]
-            self.use(form if form in known else known[0], dict(entry.get("impls", {})))
+            self.use(entry.get("form", ""), dict(entry.get("impls", {})))
 
     def to_record(self) -> dict:
         return {
@@ -90,8 +89,8 @@ def joined(groups: list[SiteGroup], more: list[tuple[Site, Verdict]]) -> list[tu
     rest = []
     for site, verdict in more:
         group = decided.get(name_of(site))
-        if group is not None and group.form in [s.form for s in site.in_each_form()]:
-            group.sites.append((site.with_forms((group.form,)), verdict))
+        if group is not None and site.in_form(group.form).form == group.form:
+            group.sites.append((site.in_form(group.form), verdict))
         else:
             rest.append((site, verdict))
     return rest

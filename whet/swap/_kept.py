@@ -107,11 +107,6 @@ def name_of(site: Site) -> GroupName:
     return site.kind, site.words, type(site.module)
 
 
-def formed(site: Site, form: str) -> Site:
-    """The site in this one of its forms, where it has it."""
-    return site.with_forms((form,)) if any(s.form == form for s in site.in_each_form()) else site
-
-
 class Decisions:
     """The lock's decisions on the groups of one model at one size, those that hold and those that do not.
 
@@ -176,7 +171,7 @@ class Decisions:
                 used = [e for e in entries if e["replaced"]] if like[0].path else []
                 firsts = {form_of(s.module): s for s in reversed(like)}.values() if used else ()
                 forms = list(dict.fromkeys(e.get("form", "") for e in used))
-                why = next((w for s in firsts for f in forms if (w := self._fault(formed(s, f), seen, ops))), "")
+                why = next((w for s in firsts for f in forms if (w := self._fault(s.in_form(f), seen, ops))), "")
                 if why:
                     self.ignore(name, f"of {like[0].path} it does not hold: {why}")
                     continue

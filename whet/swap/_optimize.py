@@ -153,7 +153,7 @@ def optimize(
         try:
             with in_allowed(report, names):
                 whole = with_optimizer(report, works, optimizer)
-                _optimize(report, works, whole, calls, lock or Lock.read(), seconds, progress, keep_logits)
+                _optimize(report, OptimizeTask(works, whole, calls, seconds, progress, keep_logits), lock or Lock.read())
                 if limit is not None:
                     _fit(report, whole[0], calls, limit, seconds)
         except BaseException:
@@ -188,24 +188,38 @@ def begun(
     report.seconds = round(now() - started, 1)
 
 
-def _optimize(
-    report: Optimized, works: list[Workload], whole: list[Workload], calls: list[Met], lock: Lock, seconds: float,
-    progress: Progress, keep_logits: bool | None,
-) -> None:
-    around = (keep_logits, report.optimizer, report.allow)
-    decided = Decisions(lock, report.model, calls, works[0].kind, around, modes_here())
-    while not _attempt(report, works, whole, calls, seconds, progress, keep_logits, decided):
+@dataclass(frozen=True)
+class OptimizeTask:
+    """What optimize() is to work on, and how long.
+
+    works, whole   a step of each batch, the largest first: as parts are timed, and with the optimizer where there is one
+    calls          what the model is given at each batch
+    """
+
+    works: list[Workload]
+    whole: list[Workload]
+    calls: list[Met]
+    seconds: float
+    progress: Progress
+    keep_logits: bool | None
+
+    @property
+    def train(self) -> bool:
+        return self.works[0].kind == "train"
+
+
+def _optimize(report: Optimized, asked: OptimizeTask, lock: Lock) -> None:
+    around = (asked.keep_logits, report.optimizer, report.allow)
+    decided = Decisions(lock, report.model, asked.calls, asked.works[0].kind, around, modes_here())
+    while not _attempt(report, asked, decided):
         report.groups, report.ways, report.note = [], {}, ""
     report.lock_lines = decided.lines()
 
 
-def _attempt(
-    report: Optimized, works: list[Workload], whole: list[Workload], calls: list[Met], seconds: float, progress: Progress,
-    keep_logits: bool | None, decided: Decisions,
-) -> bool:
+def _attempt(report: Optimized, asked: OptimizeTask, decided: Decisions) -> bool:
     """Whether it is done; not where a decision of the lock turned out not to hold, which then no longer counts."""
     try:
-        return _decide(report, works, whole, calls, seconds, progress, keep_logits, decided)
+        return _decide(report, asked, decided)
     except Exception as e:
         report.replaced.restore()
         if not decided.held:
@@ -214,74 +228,66 @@ def _attempt(
         return False
 
 
-def _decide(
-    report: Optimized, works: list[Workload], whole: list[Workload], calls: list[Met], seconds: float, progress: Progress,
-    keep_logits: bool | None, decided: Decisions,
-) -> bool:
-    model, train = report.model, works[0].kind == "train"
-    progress("looking for what can be replaced", 0, 1)
-    keep_logits = keep_logits if train else True
-    report.replaced = found = recognise(model, calls[0], Choices(), keep_logits=keep_logits, known=decided.verdicts)
+def _decide(report: Optimized, asked: OptimizeTask, decided: Decisions) -> bool:
+    model, keep_logits = report.model, asked.keep_logits if asked.train else True
+    asked.progress("looking for what can be replaced", 0, 1)
+    report.replaced = found = recognise(model, asked.calls[0], Choices(), keep_logits=keep_logits, known=decided.verdicts)
     if not found.sites:
         report.note = "nothing was replaced"
         return True
-    if not _tuned(report, works, found.sites, seconds, progress, decided):
+    if not _tuned(report, asked, found.sites, decided):
         return False
     with uncached(model):
         for way in report.ways.values():
-            way.groups = _timed_groups(report, way, found.sites, works[0], calls[0], seconds, progress, decided)
+            way.groups = _timed_groups(report, asked, way, found.sites, decided)
         ways = list(report.ways.values())
         lost = {way.mode: way.uncovered for way in ways}
         if more := prove_covered(found, Choices(), set().union(*lost.values())):
             alone = [s for s in found.sites if not s[0].covers]
-            if not _tuned(report, works, alone + more, seconds, progress, decided):
+            if not _tuned(report, asked, alone + more, decided):
                 return False
             for way in ways:
                 rest = joined(way.groups, [s for s in more if (s[0].kind, s[0].path) in lost[way.mode]])
-                way.groups += _timed_groups(report, way, rest, works[0], calls[0], seconds, progress, decided)
+                way.groups += _timed_groups(report, asked, way, rest, decided)
         if any(way.sites for way in ways):
-            return _whole(report, whole, calls, seconds, decided)
+            return _whole(report, asked, decided)
     report.choose(next(iter(report.ways)))
     decided.save(report, None, "")
     return True
 
 
-def _tuned(
-    report: Optimized, works: list[Workload], sites: list[tuple[Site, Verdict]], seconds: float, progress: Progress,
-    decided: Decisions,
-) -> bool:
+def _tuned(report: Optimized, asked: OptimizeTask, sites: list[tuple[Site, Verdict]], decided: Decisions) -> bool:
     """Candidates are chosen for what these sites ask; False where that is not what a decision of the lock was taken with."""
-    asked = recorded(report.replaced, works, sites)
-    tuned = tune(asked, decided.lock, decided.modes, progress, seconds, reach=REACH)
+    made = recorded(report.replaced, asked.works, sites)
+    tuned = tune(made, decided.lock, decided.modes, asked.progress, asked.seconds, reach=REACH)
     report.entries |= tuned.entries
     for mode in (m for m in decided.modes if m in tuned.choices):
         report.ways.setdefault(mode, Way(mode, tuned.choices[mode])).choices = tuned.choices[mode]
-    calls = [call for call, _ in asked]
+    calls = [call for call, _ in made]
     return not any([decided.disagree(calls, way.choices, way.mode) for way in report.ways.values()])
 
 
 def _timed_groups(
-    report: Optimized, way: Way, sites: list[tuple[Site, Verdict]], work: Workload, call: Met, seconds: float,
-    progress: Progress, decided: Decisions,
+    report: Optimized, asked: OptimizeTask, way: Way, sites: list[tuple[Site, Verdict]], decided: Decisions
 ) -> list[SiteGroup]:
     """The groups of these sites, each by the lock's decision or timed at the largest batch."""
     groups = grouped(sites)
     fresh = [g for g in groups if decided.of(g, way.mode) is None and g.sites[0][0].alone]
-    met = met_in(report.model, call, {g.sites[0][0].path for g in fresh}) if fresh else {}
+    met = met_in(report.model, asked.calls[0], {g.sites[0][0].path for g in fresh}) if fresh else {}
     for i, group in enumerate(groups):
         if entry := decided.of(group, way.mode):
             group.recall(entry)
         elif group.sites[0][0].alone:
-            progress(f"timing {group.words}", i, len(groups))
+            asked.progress(f"timing {group.words}", i, len(groups))
             decided.timed += 1
-            _time_group(group, work, met, way.choices, seconds, way.mode)
+            _time_group(group, asked.works[0], met, way.choices, asked.seconds, way.mode)
     return groups
 
 
-def _whole(report: Optimized, works: list[Workload], calls: list[Met], seconds: float, decided: Decisions) -> bool:
+def _whole(report: Optimized, asked: OptimizeTask, decided: Decisions) -> bool:
     """All replacements together: proved once more, then timed against the model as it was, at every batch."""
-    found, ways = report.replaced, [way for way in report.ways.values() if way.sites]
-    right = [way for way in ways if _together(found, way, calls, works[0].kind == "train")]
+    found, calls, ways = report.replaced, asked.calls, [way for way in report.ways.values() if way.sites]
+    right = [way for way in ways if _together(found, way, calls, asked.train)]
     if len(right) < len(ways) and decided.held and not (right and decided.whole(right)):
         decided.ignore_all(f"together they are wrong: {next(way.wrong for way in ways if way.wrong)}")
         return False
@@ -292,7 +298,8 @@ def _whole(report: Optimized, works: list[Workload], calls: list[Met], seconds: 
         report.note = f"nothing was replaced: together the replacements are wrong: {ways[0].wrong}"
         return True
     known, key = decided.whole(right), decided.whole_key(right)
-    report.batches = known["batches"] if known else [_race_whole(report, right, w, c, seconds) for w, c in zip(works, calls)]
+    steps = zip(asked.whole, calls)
+    report.batches = known["batches"] if known else [_race_whole(report, right, w, c, asked.seconds) for w, c in steps]
     decided.timed += known is None
     mode, slower = best_of(report.batches, [way.mode for way in right])
     for b in report.batches:

@@ -15,9 +15,8 @@ from torch import nn
 
 from whet.choices import Choices
 from whet.swap import Edit, Left, Met, Site
-from whet.swap._deferred import Deferred, SelfWith, StandIn, own_function, settled, watched
+from whet.swap._deferred import Deferred, SelfWith, StandIn, noticed, own_function, settled, watched
 from whet.swap._globals import with_globals
-from whet.swap._replace import quiet
 from whet.swap.norms import FORMS, KnownNorm, eps_in, rms_norms_in
 from whet.swap.rotary import ARGUMENTS, NAME, own_forward, plain_options, tables_and_rows
 
@@ -96,14 +95,7 @@ def replaced(own: types.FunctionType, op: Callable, norms: dict[str, KnownNorm])
 
 def norms_rotated(module: nn.Module, own: types.FunctionType, norms: dict[str, KnownNorm], call: Met) -> list[nn.Module]:
     """The norms whose results are rotated, in one run of the module."""
-    found: list[nn.Module] = []
-    try:
-        with quiet(module), torch.no_grad():
-            function = with_rotation(own, Choices().qk_norm_rope, lambda *modules: found.extend(modules))
-            run(module, function, norms, call)
-    except Exception:  # its code asks of self or of a norm's result what only the real ones have
-        return []
-    return found
+    return noticed(module, lambda note: run(module, with_rotation(own, Choices().qk_norm_rope, note), norms, call))
 
 
 def find(model: nn.Module, met: dict[str, Met]) -> Iterator[Site | Left]:

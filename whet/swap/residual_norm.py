@@ -15,8 +15,7 @@ from torch.utils._pytree import tree_map
 
 from whet.choices import Choices
 from whet.swap import Edit, Left, Met, Site
-from whet.swap._deferred import Deferred, SelfWith, StandIn, own_function, settled, watched
-from whet.swap._replace import quiet
+from whet.swap._deferred import Deferred, SelfWith, StandIn, noticed, own_function, settled, watched
 from whet.swap.norms import FORMS, KnownNorm, eps_in, rms_norms_in
 
 ADDS = (torch.Tensor.add, torch.Tensor.__add__, torch.Tensor.__radd__, torch.add)
@@ -120,13 +119,7 @@ def is_block(module: nn.Module, own: types.FunctionType) -> bool:
 
 def norms_of_sums(module: nn.Module, own: Callable, norms: dict[str, KnownNorm], call: Met) -> list[nn.Module]:
     """The norms that are given a sum with a child's result in one run of the module."""
-    found: list[nn.Module] = []
-    try:
-        with quiet(module), torch.no_grad():
-            run(module, own, Choices().add_rms_norm, norms, call, found.append)
-    except Exception:  # its code asks of self or of a child's result what only the real ones have
-        return []
-    return found
+    return noticed(module, lambda note: run(module, own, Choices().add_rms_norm, norms, call, note))
 
 
 def find(model: nn.Module, met: dict[str, Met]) -> Iterator[Site | Left]:
