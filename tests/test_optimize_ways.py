@@ -131,6 +131,15 @@ def test_the_best_way_is_the_one_slower_nowhere_with_the_least_time():
     assert best_of(batches[:1], [EAGER, GRAPH]) == (GRAPH, "")
 
 
+@pytest.mark.parametrize(("ms", "mib", "best"), [
+    (dict(eager=4.0, graph=4.01), dict(eager=900.0, graph=700.0), GRAPH),
+    (dict(eager=4.0, graph=4.1), dict(eager=900.0, graph=700.0), EAGER),
+    (dict(eager=4.01, graph=4.0), dict(eager=None, graph=None), GRAPH),
+])
+def test_of_ways_that_tie_the_one_with_the_least_memory_is_best(ms, mib, best):
+    assert best_of([dict(batch="a", ms=ms, mib=mib, slower_in=[])], [EAGER, GRAPH]) == (best, "")
+
+
 def test_each_way_has_groups_of_its_own_and_a_mode_switches_edits_there_and_back(fake):
     fake.left, fake.ms = {EAGER: ("norms",), GRAPH: ("gated_mlp",)}, {EAGER: [3.0], GRAPH: [4.0]}
     model, x = stack(), data()

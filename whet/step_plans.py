@@ -14,11 +14,14 @@ from typing import Any
 import torch
 from torch import nn
 
+from whet.choices import Choices
 from whet.diagnose.target import CannotRun, Target
 from whet.figures import error_line, ms
 from whet.graphs import Graph
 from whet.plans import OUT_OF_MEMORY, Trial
 from whet.subjects import BEFORE, Evidence, Given, Plan, compiled, compiled_forward
+from whet.swap import Journal, Met
+from whet.swap import _memory as memory
 from whet.swap._optimize import Optimized
 from whet.swap._proof import Float64Everywhere
 from whet.swap._replace import quiet
@@ -182,6 +185,7 @@ class Loop(Given):
     """The step of a user's loop. It runs as it is, compiled, and each as a CUDA graph."""
 
     makes = LoopWork
+    checkpointed = False  # whether the truth is taken from a copy that keeps no activations of its blocks
 
     def _copy(self) -> Workload:
         with without_reports(self.target.model):
@@ -192,15 +196,24 @@ class Loop(Given):
         return [*graph, *compiled([Plan("eager", "", "own")])]
 
     def truth(self) -> Evidence:
-        """In float64 and of the model before whet.optimize; where memory does not hold that, the step as it is."""
-        try:
-            with before_optimize(self.target.model), Float64Everywhere():
-                return super().truth()
-        except CannotRun as e:
-            if OUT_OF_MEMORY not in str(e):
-                raise
+        """In float64 and of the model before whet.optimize; where memory does not hold that, with its blocks checkpointed.
+
+        Where it does not hold that either, the step as it is.
+        """
+        for self.checkpointed in (False, True):
+            try:
+                with before_optimize(self.target.model), Float64Everywhere():
+                    return super().truth()
+            except CannotRun as e:
+                if OUT_OF_MEMORY not in str(e):
+                    raise
+            let_go_of_memory()
         self.notes.append("verified against the step as it is, since a step in float64 is out of memory")
         return self._tried(replace(self._copy(), optimizer=None).evidence, "the step as it is")
+
+    def make_leaner(self, work: Workload) -> None:
+        for _, block in memory.blocks_of(work.model, Met(work.args, work.kwargs)) if self.checkpointed else ():
+            Journal().make(memory.edits(block, Choices()))
 
     def workload(self, plan: Plan, choices: Any, precision: str) -> Workload:
         with as_graph(self.target.model, plan.graph):
@@ -243,9 +256,13 @@ def choose(work: LoopWork, seconds: float, compiled: bool = True) -> ChosenStep:
     finally:
         for module, training in modes:
             module.training = training
-        gc.collect()
-        if torch.cuda.is_available():
-            torch.cuda.empty_cache()
+        let_go_of_memory()
+
+
+def let_go_of_memory() -> None:
+    gc.collect()
+    if torch.cuda.is_available():
+        torch.cuda.empty_cache()
 
 
 def _choose(work: LoopWork, seconds: float, compiled: bool) -> ChosenStep:

@@ -330,9 +330,14 @@ def _together(found: Replaced, way: Way, calls: list[Met], train: bool) -> bool:
 
 
 def best_of(batches: list[dict], modes: list[str]) -> tuple[str, str]:
-    """The way that is slower at no batch and takes the least time; where every one is slower somewhere, at which batch."""
+    """The way that is slower at no batch and takes the least time; where every one is slower somewhere, at which batch.
+
+    Of ways that tie, the one that takes the least memory.
+    """
     fine = [m for m in modes if not any(m in b["slower_in"] for b in batches)]
-    mode = min(fine or modes, key=lambda m: sum(b["ms"][m] for b in batches))
+    times = {m: sum(b["ms"][m] for b in batches) for m in fine or modes}
+    tied = [m for m in times if times[m] <= (1 + TIE) * min(times.values())]
+    mode = min(tied, key=lambda m: (max(b.get("mib", {}).get(m) or 0.0 for b in batches), times[m]))
     return mode, "" if fine else next(b["batch"] for b in batches if mode in b["slower_in"])
 
 
@@ -353,7 +358,7 @@ def _race_whole(report: Optimized, ways: list[Way], work: Workload, call: Met, s
         torch.set_float32_matmul_precision("high")
     return {
         "batch": size_of(call), "before_ms": raced.timings[BEFORE].ms, "ms": {w.mode: raced.timings[w.mode].ms for w in ways},
-        "slower_in": slower_in(raced, [way.mode for way in ways]),
+        "mib": {w.mode: raced.timings[w.mode].peak_mib for w in ways}, "slower_in": slower_in(raced, [w.mode for w in ways]),
     }
 
 
