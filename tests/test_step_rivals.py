@@ -80,11 +80,11 @@ def test_every_way_has_a_row_and_what_cannot_run_costs_only_its_own(quick):
 def test_a_way_that_stops_running_costs_its_row_too(quick, monkeypatch):
     real, asked = step_rivals.peak_mib, []
 
-    def peak(run):
+    def peak(run, clear):
         asked.append(run)
         if len(asked) == 2:
             raise torch.cuda.OutOfMemoryError("planted")
-        return real(run)
+        return real(run, clear)
 
     monkeypatch.setattr(step_rivals, "peak_mib", peak)
     rows = raced(AS_IT_IS, COMPILED, STEP)

@@ -11,9 +11,9 @@ from whet.choices import Choices, Recorder
 from whet.swap import Site, _optimize
 from whet.swap._deferred import Deferred
 from whet.swap._groups import grouped, joined
-from whet.swap._optimize import Way
 from whet.swap._proof import prove
 from whet.swap._replace import as_call, prove_covered, recognise
+from whet.swap._ways import Way
 from whet.swap.residual_norm import Addend, PendingSum
 from whet.tune import Tuned
 

@@ -197,11 +197,22 @@ def memory_allocated() -> int:
     return torch.cuda.memory_allocated() if torch.cuda.is_available() else 0
 
 
-def peak_mib(run: Callable) -> float | None:
-    """Device memory one run adds at its highest point, results included."""
+def free_memory() -> None:
+    """What nothing refers to any more is given back to the device."""
+    gc.collect()
+    if torch.cuda.is_available():
+        torch.cuda.empty_cache()
+
+
+def peak_mib(run: Callable, clear: Callable = lambda: None) -> float | None:
+    """Device memory one run adds at its highest point, results included.
+
+    clear   lets go of what the run before left behind and this one makes anew, such as gradients
+    """
     if not torch.cuda.is_available():
         return None
     run()
+    clear()
     gc.collect()
     torch.cuda.synchronize()
     torch.cuda.reset_peak_memory_stats()

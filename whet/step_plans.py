@@ -18,6 +18,7 @@ from whet.choices import Choices
 from whet.diagnose.target import CannotRun, Target
 from whet.figures import error_line, ms
 from whet.graphs import Graph
+from whet.measure import free_memory
 from whet.plans import OUT_OF_MEMORY, Trial
 from whet.subjects import BEFORE, Evidence, Given, Plan, compiled, compiled_forward
 from whet.swap import Journal, Met
@@ -207,7 +208,7 @@ class Loop(Given):
             except CannotRun as e:
                 if OUT_OF_MEMORY not in str(e):
                     raise
-            let_go_of_memory()
+            free_memory()
         self.notes.append("verified against the step as it is, since a step in float64 is out of memory")
         return self._tried(replace(self._copy(), optimizer=None).evidence, "the step as it is")
 
@@ -256,13 +257,7 @@ def choose(work: LoopWork, seconds: float, compiled: bool = True) -> ChosenStep:
     finally:
         for module, training in modes:
             module.training = training
-        let_go_of_memory()
-
-
-def let_go_of_memory() -> None:
-    gc.collect()
-    if torch.cuda.is_available():
-        torch.cuda.empty_cache()
+        free_memory()
 
 
 def _choose(work: LoopWork, seconds: float, compiled: bool) -> ChosenStep:

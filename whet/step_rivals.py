@@ -6,7 +6,6 @@ verified: what whet puts in their place is.
 
 import contextlib
 import copy
-import gc
 import re
 import sys
 from collections.abc import Callable, Iterator
@@ -18,7 +17,7 @@ from torch import nn
 
 from whet.figures import error_line
 from whet.lock import Lock
-from whet.measure import compare, now, peak_mib
+from whet.measure import compare, free_memory, now, peak_mib
 from whet.step import compile_step
 from whet.subjects import compiled_forward
 from whet.swap._optimize import Progress, optimize, restore
@@ -47,6 +46,7 @@ class Unlogged:
 class WayOfStep:
     """One way to run the step: what runs it, how long it took to get ready, and what it says of itself."""
 
+    model: nn.Module
     run: Callable[[], Any]
     held_mib: float
     ready_s: float
@@ -154,8 +154,9 @@ def ready(
         began = now()
         optimize(restore(model), batch, mode="train", lock=lock, seconds=seconds, progress=progress)
         again = now() - began
+    free_memory()  # also of the graphs in which parts were timed
     held = held_mib(model, optimizer) + graph_pools_mib() - pools
-    return WayOfStep(run, held, took, again, tuple(notes))
+    return WayOfStep(model, run, held, took, again, tuple(notes))
 
 
 def busy_ms(run: Callable[[], Any]) -> dict:
@@ -177,7 +178,7 @@ def busy_ms(run: Callable[[], Any]) -> dict:
 
 def looked_at(at: WayOfStep) -> dict:
     """Of a way that is ready: its memory, and what it says of itself."""
-    extra = peak_mib(at.run)
+    extra = peak_mib(at.run, clear=at.model.zero_grad)
     return {
         "ready_s": round(at.ready_s, 1), "notes": list(at.notes),
         "memory_mib": None if extra is None else round(at.held_mib + extra),
@@ -201,9 +202,7 @@ def raced_steps(
             there[way] = ready(way, base, batch, lock, seconds, progress, compiled)
         except Exception as e:  # a rival that is not installed or does not run costs its row
             rows[way]["why"] = error_line(e)
-        gc.collect()
-        if torch.cuda.is_available():
-            torch.cuda.empty_cache()
+        free_memory()
     for way, at in list(there.items()):
         try:
             rows[way] |= looked_at(at)

@@ -14,7 +14,7 @@ from whet import machine
 from whet.choices import Choices, evidence_of
 from whet.lock import Lock
 from whet.measure import MODES
-from whet.op import DTYPES, Call, Op, base, discover
+from whet.op import DTYPES, Call, Op, Rank, base, discover
 from whet.race import Timing, apart_outcome, leanest, outcome
 from whet.source import fingerprint
 from whet.worker import Lost, Worker
@@ -198,7 +198,8 @@ class Work:
 
     def start(self) -> None:
         """Children begin to verify what is still open."""
-        self.todo.sort(key=lambda item: item[1] != "compile")  # the slowest first, so that none is left to one hand at the end
+        # The slowest first, so that none is left to one hand at the end.
+        self.todo.sort(key=lambda item: self.ops[item[0].op].impl(item[1]).rank != Rank.COMPILED)
         if self.todo:
             self.timer.start()  # ready by the time there is something to time
         self.hands = Hands(self.todo, self._verify_some)

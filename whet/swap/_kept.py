@@ -30,7 +30,8 @@ from whet.tune import save_swaps
 
 if TYPE_CHECKING:
     from whet.swap._groups import SiteGroup
-    from whet.swap._optimize import Optimized, Way
+    from whet.swap._optimize import Optimized
+    from whet.swap._ways import Way
 
 PLAIN = (bool, int, float, str, type(None), torch.dtype)
 PLACE = "layer_idx"  # where a module stands: like modules differ in it
@@ -216,25 +217,28 @@ class Decisions:
 
     def whole_key(self, ways: list["Way"]) -> str:
         """Of the whole model with these groups replaced."""
+        ways = [way for way in ways if way.mode in self.modes]  # any other follows from these
         used = [(way.mode, g) for way in ways for g in way.groups if g.replaced]
         parts = sorted((mode, self.keys[name_of(g.sites[0][0])], len(g.sites), g.form) for mode, g in used)
         form = digest(form_of(self.model), parts, [facts_of(c) for c in self.calls], self.around)
-        return f"model: {type(self.model).__name__}, {max(len(way.sites) for way in ways)} modules {form}"
+        return f"model: {type(self.model).__name__}, {max((len(way.sites) for way in ways), default=0)} modules {form}"
 
     def whole(self, ways: list["Way"]) -> dict | None:
         """The whole model's decision, where those of all these groups hold."""
-        timed = [(g, way.mode) for way in ways for g in way.groups if g.replaced and g.sites[0][0].alone]
+        timed = [
+            (g, way.mode) for way in ways if way.mode in self.modes for g in way.groups if g.replaced and g.sites[0][0].alone
+        ]
         if not timed or not all(self.of(g, mode) for g, mode in timed):
             return None
         entry = self.lock.swaps.get(key := self.whole_key(ways))
         if entry is None or key in self.ignored or len(entry.get("batches", ())) != len(self.calls):
             return None
-        return entry
+        return entry if all(way.mode in b.get("ms", ()) for way in ways for b in entry["batches"]) else None
 
     def save(self, report: "Optimized", whole: dict | None, key: str) -> None:
         """What was decided now goes to the lock. A group of which a module failed its proof does not: it is proved in full."""
         date, made = datetime.datetime.now(datetime.timezone.utc).date().isoformat(), {}
-        for way, group in ((w, g) for w in report.ways.values() for g in w.groups):
+        for way, group in ((w, g) for w in report.ways.values() if w.mode in self.modes for g in w.groups):
             name, mode = name_of(group.sites[0][0]), way.mode
             known = (name, mode) in self.held or name not in self.keys
             if known or group.before_ms is None or not self.complete(way, group, name):

@@ -13,8 +13,7 @@ from whet.choices import Choices
 from whet.figures import error_line
 from whet.judge import Verdict
 from whet.lock import Lock
-from whet.measure import Race, now, race
-from whet.race import TIE, paired
+from whet.measure import now, race
 from whet.swap import Edit, Left, Met, Site
 from whet.swap._begin import allowed, in_allowed, prepared, refuse, refuse_step_options, undone, with_optimizer
 from whet.swap._given import usable
@@ -24,32 +23,12 @@ from whet.swap._memory import KIND as CHECKPOINT
 from whet.swap._memory import bytes_of, fit
 from whet.swap._proof import floating, prove
 from whet.swap._replace import Replaced, as_calls, cut, met_in, prove_covered, quiet, recognise, size_of, uncached
+from whet.swap._ways import Way, best_of, mixed, slower_in
 from whet.tune import modes_here, tune
 from whet.workload import Workload
 
 REACH = 1.5  # times as slow as the stock call: what a candidate is not proved for, since it could not be chosen
 Progress = Callable[[str, int, int], None]
-
-
-@dataclass
-class Way:
-    """What would be replaced, and by which candidates, as timed in one mode: launched by the host, or as CUDA graphs."""
-
-    mode: str
-    choices: Choices
-    groups: list[SiteGroup] = field(default_factory=list)
-    wrong: str = ""  # why all of it together is not right
-
-    @property
-    def sites(self) -> list[tuple[Site, Verdict]]:
-        return [s for g in self.groups if g.replaced for s in g.sites]
-
-    @property
-    def uncovered(self) -> set[tuple[str, str]]:
-        """(kind, path) of what a group covers that is not replaced, and none that is."""
-        covers = {done: {at for g in self.groups if g.replaced is done for s, _ in g.sites for at in s.covers}
-                  for done in (True, False)}
-        return covers[False] - covers[True]
 
 
 @dataclass
@@ -250,6 +229,7 @@ def _decide(report: Optimized, asked: OptimizeTask, decided: Decisions) -> bool:
                 rest = joined(way.groups, [s for s in more if (s[0].kind, s[0].path) in lost[way.mode]])
                 way.groups += _timed_groups(report, asked, way, rest, decided)
         if any(way.sites for way in ways):
+            report.ways |= {way.mode: way for way in [mixed(report.ways, report.entries)] if way}
             return _whole(report, asked, decided)
     report.choose(next(iter(report.ways)))
     decided.save(report, None, "")
@@ -329,18 +309,6 @@ def _together(found: Replaced, way: Way, calls: list[Met], train: bool) -> bool:
     return True
 
 
-def best_of(batches: list[dict], modes: list[str]) -> tuple[str, str]:
-    """The way that is slower at no batch and takes the least time; where every one is slower somewhere, at which batch.
-
-    Of ways that tie, the one that takes the least memory.
-    """
-    fine = [m for m in modes if not any(m in b["slower_in"] for b in batches)]
-    times = {m: sum(b["ms"][m] for b in batches) for m in fine or modes}
-    tied = [m for m in times if times[m] <= (1 + TIE) * min(times.values())]
-    mode = min(tied, key=lambda m: (max(b.get("mib", {}).get(m) or 0.0 for b in batches), times[m]))
-    return mode, "" if fine else next(b["batch"] for b in batches if mode in b["slower_in"])
-
-
 def _race_whole(report: Optimized, ways: list[Way], work: Workload, call: Met, seconds: float) -> dict:
     """The whole step before and after, each way, in turns."""
     found = report.replaced
@@ -360,14 +328,6 @@ def _race_whole(report: Optimized, ways: list[Way], work: Workload, call: Met, s
         "batch": size_of(call), "before_ms": raced.timings[BEFORE].ms, "ms": {w.mode: raced.timings[w.mode].ms for w in ways},
         "mib": {w.mode: raced.timings[w.mode].peak_mib for w in ways}, "slower_in": slower_in(raced, [w.mode for w in ways]),
     }
-
-
-def slower_in(raced: Race, modes: list[str]) -> list[str]:
-    """The ways that are not to be used by this race: none is where the model as it was won, nor one that is slower than it."""
-    if raced.outcome.chosen == BEFORE and not raced.outcome.tied:
-        return modes
-    over = {m: paired(raced.times[m], raced.times[BEFORE], len(modes)) for m in modes}
-    return [m for m in modes if m != raced.outcome.chosen and (over[m].slower or over[m].value > 1 + TIE)]
 
 
 def _fit(report: Optimized, work: Workload, calls: list[Met], limit: int, seconds: float) -> None:

@@ -9,8 +9,9 @@ from whet.choices import Choices
 from whet.lock import Lock
 from whet.swap._groups import grouped
 from whet.swap._kept import Decisions
-from whet.swap._optimize import Optimized, Way, begun
+from whet.swap._optimize import Optimized, begun
 from whet.swap._replace import recognise
+from whet.swap._ways import Way
 from whet.tune import modes_here
 
 
