@@ -13,7 +13,7 @@ from test_cli import error_lines, invoke
 from whet import step_rivals
 from whet.lock import Lock
 from whet.report import step_tables
-from whet.step_rivals import AS_IT_IS, COMPILED, LIGER, OPTIMIZED, STEP, WAYS, ligered, patched, raced_steps
+from whet.step_rivals import AS_IT_IS, COMPILED, LIGER, OPTIMIZED, STEP, WAYS, StepOptions, ligered, patched, raced_steps
 
 transformers = pytest.importorskip("transformers")
 LLAMA = dict(vocab_size=96, hidden_size=32, intermediate_size=48, num_hidden_layers=1, num_attention_heads=2,
@@ -57,7 +57,7 @@ def quick(monkeypatch):
 def raced(*ways: str, **options) -> dict[str, dict]:
     model = built("Llama", torch.float32)
     before = {n: p.detach().clone() for n, p in model.named_parameters()}
-    rows = raced_steps(model, batch(), Lock(), 0.001, lambda *_: None, ways or WAYS, **options)
+    rows = raced_steps(model, batch(), StepOptions(Lock(), 0.001, **options), lambda *_: None, ways or WAYS)
     assert all(torch.equal(p, before[n]) and p.grad is None for n, p in model.named_parameters()), "each way has a copy"
     return {row["way"]: row for row in rows}
 
@@ -162,6 +162,20 @@ def test_the_command_shows_a_table_and_keeps_a_record(quick, folder, tmp_path):
     assert made["command"] == "whet step tiny --batch 2 --tokens 16 --dtype float32 --no-compiled"
 
 
+def test_images_have_no_tokens_and_a_limit_of_memory_is_in_the_record(quick, tmp_path, monkeypatch):
+    config = transformers.ViTConfig(hidden_size=32, num_hidden_layers=1, num_attention_heads=2, intermediate_size=48,
+                                    image_size=16, patch_size=8, architectures=["ViTForImageClassification"], dtype="float32")
+    config.save_pretrained(tmp_path / "vit")
+    monkeypatch.chdir(tmp_path)
+    said = invoke("step", "vit", "--batch", "3", "--seconds", "0.001", "--only", "as it is", "--max-memory", "2GiB")
+    assert said.exit_code == 0, said.output
+    assert "a training step of 3, whet within 2GiB, float32" in said.output
+    kept, = tmp_path.rglob("records/*.json")
+    made = json.loads(kept.read_text())
+    assert kept.name == "cpu-step-vit-3-2GiB.json" and made["measured"]["batch"] == [3]
+    assert made["command"] == "whet step vit --batch 3 --dtype float32 --max-memory 2GiB"
+
+
 def test_json_and_some_of_the_ways(quick, folder):
     said = invoke("step", folder, "--tokens", "16", "--seconds", "0.001", "--only", "as it is, whet.optimize", "--json")
     assert said.exit_code == 0, said.output
@@ -172,6 +186,7 @@ def test_json_and_some_of_the_ways(quick, folder):
 @pytest.mark.parametrize(("args", "why"), [
     (["tiny", "--only", "as it is,other"], "--only knows as it is, liger"), (["nowhere"], "no such folder"),
     (["tiny/config.json"], "it is a file"), (["."], "has no config.json"), (["tiny", "--dtype", "int3"], "int3"),
+    (["tiny", "--max-memory", "lots"], "max_memory must be bytes above 0 or a size such as '40GiB'"),
 ])
 def test_bad_input_is_one_line(quick, folder, args, why, tmp_path):
     said = invoke("step", *args)

@@ -54,6 +54,16 @@ class WayOfStep:
     notes: tuple[str, ...] = ()
 
 
+@dataclass(frozen=True)
+class StepOptions:
+    """lock, seconds, max_memory: as optimize() takes them; compiled: whether compile_step tries torch.compile, too."""
+
+    lock: Lock
+    seconds: float
+    compiled: bool = True
+    max_memory: str | None = None
+
+
 def adamw(model: nn.Module, capturable: bool = False) -> torch.optim.Optimizer:
     on_gpu = next(model.parameters()).is_cuda
     return torch.optim.AdamW(model.parameters(), lr=LR, fused=on_gpu, capturable=capturable and on_gpu)
@@ -126,18 +136,17 @@ def plain_step(model: nn.Module, batch: dict, run: Callable | None = None) -> tu
     return work.step, optimizer
 
 
-def ready(
-    way: str, base: nn.Module, batch: dict, lock: Lock, seconds: float, progress: Progress, compiled: bool = True
-) -> WayOfStep:
+def ready(way: str, base: nn.Module, batch: dict, asked: StepOptions, progress: Progress) -> WayOfStep:
     """A copy of the model that runs its step this way, warm."""
+    kept: Any = dict(mode="train", lock=asked.lock, seconds=asked.seconds, max_memory=asked.max_memory, progress=progress)
     model, began, pools, again, notes = copy.deepcopy(base), now(), graph_pools_mib(), None, list[str]()
     changed = ligered(model) if way == LIGER else []
     if way in (OPTIMIZED, STEP):
-        report: Any = optimize(model, batch, mode="train", lock=lock, seconds=seconds, progress=progress).whet
+        report: Any = optimize(model, batch, **kept).whet
         notes += str(report).splitlines() if way == OPTIMIZED else []
     if way == STEP:
         optimizer = adamw(model, capturable=True)
-        step = compile_step(model, optimizer, seconds=seconds, log_to=Unlogged(), compiled=compiled)
+        step = compile_step(model, optimizer, seconds=asked.seconds, log_to=Unlogged(), compiled=asked.compiled)
         run: Callable[[], Any] = lambda: step(batch)  # noqa: E731
     else:
         forward = compiled_forward(model) if way == COMPILED else None
@@ -152,7 +161,7 @@ def ready(
         notes += str(step.report).splitlines()
     if way == OPTIMIZED:
         began = now()
-        optimize(restore(model), batch, mode="train", lock=lock, seconds=seconds, progress=progress)
+        optimize(restore(model), batch, **kept)
         again = now() - began
     free_memory()  # also of the graphs in which parts were timed
     held = held_mib(model, optimizer) + graph_pools_mib() - pools
@@ -187,19 +196,15 @@ def looked_at(at: WayOfStep) -> dict:
 
 
 def raced_steps(
-    base: nn.Module, batch: dict, lock: Lock, seconds: float, progress: Progress, ways: tuple[str, ...] = WAYS,
-    compiled: bool = True,
+    base: nn.Module, batch: dict, asked: StepOptions, progress: Progress, ways: tuple[str, ...] = WAYS
 ) -> list[dict]:
-    """One row per way: time of a step, memory, what the GPU was busy with, or why it could not run.
-
-    compiled   whether compile_step tries torch.compile, too
-    """
+    """One row per way: time of a step, memory, what the GPU was busy with, or why it could not run."""
     rows: dict[str, dict] = {way: {"way": way} for way in ways}
     there: dict[str, WayOfStep] = {}
     for i, way in enumerate(ways):
         progress(f"making ready: {way}", i, len(ways) + 1)
         try:
-            there[way] = ready(way, base, batch, lock, seconds, progress, compiled)
+            there[way] = ready(way, base, batch, asked, progress)
         except Exception as e:  # a rival that is not installed or does not run costs its row
             rows[way]["why"] = error_line(e)
         free_memory()
@@ -210,7 +215,7 @@ def raced_steps(
             rows[way]["why"] = error_line(e)
             del there[way]
     progress("timing in turns", len(ways), len(ways) + 1)
-    timed = compare({way: at.run for way, at in there.items()}, seconds=seconds * 4, flush=False, least=9)
+    timed = compare({way: at.run for way, at in there.items()}, seconds=asked.seconds * 4, flush=False, least=9)
     for way, taken in timed.items():
         rows[way]["timing"] = taken.as_dict()
     first = timed.get(AS_IT_IS)

@@ -184,9 +184,20 @@ class FolderModel:
     batch: dict
     train: bool
     rows: int
-    tokens: int
+    tokens: int | None  # None: of images
     dtype: str
     weights: str
+
+    @property
+    def size(self) -> str:
+        """'4 x 2,048 random tokens', '128 random images'."""
+        return f"{self.rows} random images" if self.tokens is None else f"{self.rows} x {self.tokens:,} random tokens"
+
+    @property
+    def options(self) -> str:
+        """As a command says it."""
+        tokens = "" if self.tokens is None else f" --tokens {self.tokens}"
+        return f"--batch {self.rows}{tokens} --dtype {self.dtype}"
 
     def lines(self, options: FolderOptions, device: str) -> list[str]:
         count = sum(p.numel() for p in self.model.parameters())
@@ -194,7 +205,7 @@ class FolderModel:
         step = "a training step" if self.train else "a forward pass"
         return [
             f"{type(self.model).__name__}, {count:,} parameters in {self.dtype}; weights {self.weights}",
-            f"{step} of {self.rows} x {self.tokens:,} random tokens{small}",
+            f"{step} of {self.size}{small}",
         ]
 
 
@@ -216,7 +227,8 @@ def folder_model(folder: Path, options: FolderOptions) -> FolderModel:
                 model(**batch)
         except Exception as e:
             raise ValueError(f"optimize: {folder}: the forward of {cls.__name__} raised {error_line(e)}") from None
-    return FolderModel(model, batch, train, rows, tokens, str(dtype).removeprefix("torch."), weights)
+    of_tokens = None if "pixel_values" in batch else tokens
+    return FolderModel(model, batch, train, rows, of_tokens, str(dtype).removeprefix("torch."), weights)
 
 
 def optimized_folder(
@@ -238,10 +250,10 @@ def optimized_folder(
                 max_memory=options.max_memory,
             ).whet
     except torch.cuda.OutOfMemoryError:
-        raise ValueError(f"optimize: {folder}: out of memory at {taken.rows} x {taken.tokens:,} tokens; use a smaller --batch "
+        raise ValueError(f"optimize: {folder}: out of memory at {taken.size}; use a smaller --batch "
                          "or fewer --tokens") from None
     lines = taken.lines(options, "cuda" if torch.cuda.is_available() else "cpu")
-    said = f"whet optimize {shlex.quote(target)} --{mode} --batch {taken.rows} --tokens {taken.tokens} --dtype {taken.dtype}"
+    said = f"whet optimize {shlex.quote(target)} --{mode} {taken.options}"
     facts = {"target": folder.resolve().name, "config": lines[0], "batch": [taken.rows, taken.tokens], "dtype": taken.dtype}
     measured = facts | {"weights": taken.weights, "notes": lines} | report.to_record()
     if wants_plans(options, taken.train):

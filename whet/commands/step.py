@@ -17,6 +17,9 @@ def command(
     only: Annotated[str, typer.Option(help="Some of the ways, by name, comma between (default: all).")] = "",
     compiled: Annotated[bool, typer.Option(help="Let whet.compile_step try torch.compile, too.")] = True,
     seconds: Annotated[float, typer.Option(min=0.0, help="Measuring time per candidate, seconds.")] = 0.3,
+    max_memory: Annotated[str | None, typer.Option(
+        metavar="SIZE", help="whet's ways: checkpoint blocks until a step takes no more, 40GiB (default: no limit).",
+    )] = None,
     lock: Annotated[str | None, typer.Option(metavar="FILE", help="The lock (default $WHET_LOCK, else whet.lock).")] = None,
     records: Records = "records",
     as_json: Json = False,
@@ -31,20 +34,26 @@ def command(
     from whet.commands._folder import FolderOptions, folder_model
     from whet.lock import Lock, lock_path
     from whet.report import record, step_tables
-    from whet.step_rivals import WAYS, raced_steps
+    from whet.step_rivals import WAYS, StepOptions, raced_steps
+    from whet.swap._memory import bytes_of
 
     with plain_errors("nothing was written"), progress_bar(not as_json) as progress:
         ways = tuple(w.strip() for w in only.split(",")) if only else WAYS
         if unknown := [w for w in ways if w not in WAYS]:
             raise ValueError(f"step: --only knows {', '.join(WAYS)}, got {unknown[0]!r}")
+        if max_memory is not None:
+            bytes_of(max_memory)  # refused before any work
         taken = folder_model(Path(folder).expanduser(), FolderOptions(True, batch, tokens, dtype))
-        rows = raced_steps(taken.model, taken.batch, Lock.read(lock_path(lock)), seconds, progress, ways, compiled)
+        asked = StepOptions(Lock.read(lock_path(lock)), seconds, compiled, max_memory)
+        rows = raced_steps(taken.model, taken.batch, asked, progress, ways)
         name = Path(folder).resolve().name
         measured = {
             "target": name, "config": json.loads((Path(folder).expanduser() / "config.json").read_text()),
-            "batch": [taken.rows, taken.tokens], "dtype": taken.dtype, "weights": taken.weights, "ways": rows,
+            "batch": [taken.rows] + [taken.tokens] * (taken.tokens is not None), "dtype": taken.dtype, "weights": taken.weights,
+            "max_memory": max_memory, "ways": rows,
         }
-    said = f"whet step {folder} --batch {taken.rows} --tokens {taken.tokens} --dtype {taken.dtype}"
-    said += " --no-compiled" * (not compiled)
+    said = f"whet step {folder} {taken.options}{' --no-compiled' * (not compiled)}"
+    said += f" --max-memory {max_memory}" if max_memory else ""
+    size = "x".join(map(str, measured["batch"])) + (f" {max_memory}" if max_memory else "")
     made = record.make(said, measured)
-    emit(made, as_json, records, f"step {name} {taken.rows}x{taken.tokens}", lambda: step_tables.show(console, measured))
+    emit(made, as_json, records, f"step {name} {size}", lambda: step_tables.show(console, measured))

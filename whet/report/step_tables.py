@@ -15,9 +15,13 @@ WAYS = (
 )
 
 
+def size(m: dict) -> str:
+    """'4 x 2,048', with the memory that whet was held to."""
+    return " x ".join(f"{n:,}" for n in m["batch"]) + (f", whet within {m['max_memory']}" if m.get("max_memory") else "")
+
+
 def ways_table(m: dict) -> Table:
-    rows, tokens = m["batch"]
-    table = Table(f"{m['target']}: a training step of {rows} x {tokens:,}, {m['dtype']}", WAYS)
+    table = Table(f"{m['target']}: a training step of {size(m)}, {m['dtype']}", WAYS)
     for row in m["ways"]:
         if row.get("timing") is None:
             table.add(row["way"], None, None, None, None, None, None, None, None, row.get("why"))
@@ -59,6 +63,6 @@ def summary(root: Path) -> str:
         others = [w["timing"]["ms"] for n, w in by_way.items() if w.get("timing") and not n.startswith("whet")]
         ours = [w["timing"]["ms"] for n, w in by_way.items() if w.get("timing") and n.startswith("whet")]
         best = f"{min(others) / min(ours):.2f}x" if others and ours else "-"
-        rows.append((f"{m['target']}, {m['batch'][0]} x {m['batch'][1]:,}", *(cell(by_way.get(n)) for n in names), best))
+        rows.append((f"{m['target']}, {size(m)}", *(cell(by_way.get(n)) for n in names), best))
     head = ("model, batch (ms, memory)", *names, "whet over the best other")
     return f"{grid(head, rows)}\n\n{source(found)}" if rows else absent("step")
