@@ -14,17 +14,22 @@ MATRICES = {"mm": 0, "addmm": 1, "bmm": 0}  # products: where their matrices beg
 
 
 class Watched(TorchDispatchMode):
-    """The rows in memory of every product: of both matrices and of the result."""
+    """The rows in memory of every product, of both matrices and of the result; its sizes M, K, N; where its matrices lie."""
 
     def __init__(self):
         super().__init__()
         self.rows: list[tuple[int, ...]] = []
+        self.sizes: list[tuple[int, ...]] = []
+        self.places: list[tuple[int, ...]] = []
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         out = func(*args, **(kwargs or {}))
         at = MATRICES.get(func.overloadpacket.__name__)
         if at is not None:
-            self.rows.append(tuple(max(t.stride()[-2:]) for t in (args[at], args[at + 1], out)))
+            a, b = args[at], args[at + 1]
+            self.rows.append(tuple(max(t.stride()[-2:]) for t in (a, b, out)))
+            self.sizes.append((*a.shape[-2:], b.shape[-1]))
+            self.places.append((a.data_ptr(), b.data_ptr()))
         return out
 
     def misaligned(self, dtype: torch.dtype) -> list[tuple[int, ...]]:

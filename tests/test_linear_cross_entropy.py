@@ -8,6 +8,7 @@ from conftest import DEVICE
 from odd_sizes import Watched
 
 import whet.ops
+from whet.alignment import PAD, padded_size
 from whet.op import DTYPES, discover
 from whet.verify import verify
 
@@ -69,14 +70,80 @@ def test_a_frozen_weight_costs_no_gradient_of_it():
     assert x.grad.any() and w.grad is None
 
 
-@pytest.mark.parametrize("bias", [False, True])
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])  # float16 is summed in float32, which a CPU does by copies
-def test_an_odd_vocabulary_has_aligned_rows_in_all_three_products(dtype, bias, monkeypatch):
-    args = OP.inputs(dtype=DTYPES[dtype], device=DEVICE, M=40, D=64, V=101, bias=bias)
-    monkeypatch.setattr(MODULE, "ACCUMULATOR_BYTES", 0)
-    b = args["b"] if bias else args["x"].new_empty(0)
-    walk = MODULE.Walk(args["x"], args["w"], b, args["target"], True, True, bias)
+ODD = [
+    dict(M=9, D=16, V=1), dict(M=9, D=16, V=1, bias=True, reduction="none"), dict(M=9, D=16, V=17, label_smoothing=0.1),
+    dict(M=9, D=16, V=17, bias=True, softcap=5.0, ignore_index=3), dict(M=9, D=16, V=50, bias=True, num_items="number"),
+    dict(M=9, D=16, V=50, reduction="none", w_layout="transposed"), dict(M=9, D=16, V=63, bias=True, reduction="sum"),
+    dict(M=9, D=16, V=63, ignored="all"), dict(M=9, D=16, V=65, bias=True, label_smoothing=0.1, reduction="none"),
+    dict(M=9, D=16, V=65, softcap=5.0, num_items="tensor", layout="sliced"), dict(M=0, D=16, V=65, bias=True),
+    dict(M=0, D=16, V=65, reduction="none"), dict(M=9, D=7, V=65, bias=True),
+]
+
+
+@pytest.mark.parametrize("dtype", ["float32", "float16", "bfloat16"])
+@pytest.mark.parametrize("case", ODD, ids=lambda c: "-".join(f"{k}{v}" for k, v in c.items()))
+def test_a_padded_vocabulary_meets_the_budget(case, dtype, monkeypatch):
+    monkeypatch.setattr(MODULE, "chunks", fours)
+    verdict = verify(OP, OP.impls["triton"], OP.inputs(dtype=DTYPES[dtype], device=DEVICE, **case))
+    assert verdict.ok, verdict.why
+
+
+def walked(args, reduction):
+    """One forward and backward by the launchers; (the products, dw as kept for the backward or as returned)."""
+    x, w, target = (args[k] for k in ("x", "w", "target"))
+    b = x.new_empty(0) if args["b"] is None else args["b"]
+    need = True, True, bool(b.numel())
     with Watched() as seen:
-        for cut, z in walk:
-            walk.add(cut, z)
-    assert len(seen.rows) == 3 and not seen.misaligned(DTYPES[dtype]), seen.rows
+        if reduction == "mean":
+            dw = MODULE.forward(x, w, target, -100, "mean", 0.0, 0.0, None, b, *need)[2]
+        else:
+            loss, stats = MODULE.rows_forward(x, w, target, -100, 0.0, 0.0, b, *need)
+            dw = MODULE.rows_backward(torch.ones_like(loss), x, w, target, b, stats, -100, 0.0, 0.0, *need)[1]
+    return seen, dw
+
+
+@pytest.mark.parametrize("reduction, again", [("mean", 0), ("none", 1)])  # "none" makes the logits a second time
+@pytest.mark.parametrize("bias", [False, True])
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("V", [1, 101, 50257])
+def test_an_odd_vocabulary_leaves_no_product_an_odd_size(V, dtype, bias, reduction, again, monkeypatch):
+    M, D, P = 16, 64, padded_size(V)
+    monkeypatch.setattr(MODULE, "ACCUMULATOR_BYTES", 0)  # in float32 a CPU sums by copies, which have strides of their own
+    args = OP.inputs(dtype=DTYPES[dtype], device=DEVICE, M=M, D=D, V=V, bias=bias)
+    seen, dw = walked(args, reduction)
+    assert P % PAD == 0 and seen.sizes == [(M, D, P)] * (1 + again) + [(M, P, D), (P, M, D)]
+    assert not seen.misaligned(DTYPES[dtype]), seen.rows
+    assert dw.shape == (V, D) and dw.is_contiguous() and dw.untyped_storage().nbytes() == P * D * dw.itemsize
+
+
+@pytest.mark.parametrize("reduction", ["mean", "none"])
+@pytest.mark.parametrize("D, V, dtype", [
+    (64, 64, "bfloat16"), (64, 1000, "bfloat16"), (64, 100, "float32"), (7, 101, "float32"),
+])
+def test_an_aligned_vocabulary_or_an_odd_inner_size_copies_no_weight(D, V, dtype, reduction, monkeypatch):
+    monkeypatch.setattr(MODULE, "ACCUMULATOR_BYTES", 0)
+    args = OP.inputs(dtype=DTYPES[dtype], device=DEVICE, M=16, D=D, V=V)
+    seen, dw = walked(args, reduction)
+    assert seen.sizes[0] == (16, D, V) and seen.sizes[-2:] == [(16, V, D), (V, 16, D)]
+    assert all(w == args["w"].data_ptr() for _, w in seen.places[:-1])
+    assert dw.untyped_storage().nbytes() == V * D * dw.itemsize
+
+
+@pytest.mark.parametrize("reduction", ["mean", "none"])
+def test_a_padded_vocabulary_is_the_same_op_under_compile(reduction):
+    args = OP.inputs(dtype=torch.float32, device=DEVICE, M=9, D=16, V=101, bias=True)
+    args = {k: v.requires_grad_(k in OP.grads) if isinstance(v, torch.Tensor) else v for k, v in args.items()}
+
+    def step(x, w, b):
+        return whet.ops.linear_cross_entropy(x, w, args["target"], reduction=reduction, b=b, impl="triton").sum()
+
+    torch._dynamo.reset()
+    compiled = torch.compile(step, backend="inductor" if DEVICE == "cuda" else "aot_eager", fullgraph=True)
+    leaves = [args[k] for k in OP.grads]
+    plain, traced = ((y, *torch.autograd.grad(y, leaves)) for y in (step(*leaves), compiled(*leaves)))
+    assert all(torch.equal(a, b) for a, b in zip(plain, traced, strict=True))
+    given, rest = (*leaves[:2], args["target"], -100), (leaves[2], True, True, True)
+    if reduction == "mean":
+        torch.library.opcheck(MODULE.FUSED.op, (*given, "mean", 0.0, 0.0, None, *rest))
+    else:
+        torch.library.opcheck(MODULE.ROWS.op, (*given, 0.0, 0.0, *rest))

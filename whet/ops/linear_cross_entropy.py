@@ -2,8 +2,9 @@
 
 Fuses   the projection, the softmax and both gradients: logits live in one chunk of rows at a time.
 Moves   three matrix products, and each chunk of logits four times over; no M*V buffer. Extra memory: a
-        chunk (CHUNK_BYTES, or w's size where that is more), dx and dw. A chunk's rows lie whole COLUMNS apart: of a vocabulary
-        of 50257 they are 50272 long in memory, so all three products read and write aligned rows, and w is not copied.
+        chunk (CHUNK_BYTES, or w's size where that is more), dx and dw. Where V is misaligned also a copy of w with rows of
+        zeros, read and written once a walk over the chunks and held for that walk alone: of a vocabulary of 50257 all three
+        products are 50304 wide. An aligned V has no copy; nor has a misaligned D, with which no product has only aligned rows.
 Rounds  logits to x's dtype, as F.linear does; the softmax in fp32; its gradient, unscaled, to x's dtype. dx is rounded after
         its product and after the upstream scale. dw is summed over chunks in fp32 and rounded once, or, for bf16 weights
         whose fp32 sum would pass ACCUMULATOR_BYTES, summed in bf16 with one rounding per chunk. db is summed in fp32.
@@ -16,6 +17,7 @@ import torch.nn.functional as F
 import triton
 import triton.language as tl
 
+from whet.alignment import aligned, pads
 from whet.launch import launcher
 from whet.op import Cost, Impl, Op, floating, lay, layout_of, nbytes, rows, same_device
 from whet.ops import _cross_entropy as kernels
@@ -28,7 +30,7 @@ from whet.values import families
 
 CHUNK_BYTES = 224 << 20  # 2048 bf16 rows at vocabulary 50304, four chunks of 8192: products stay large
 ACCUMULATOR_BYTES = 256 << 20  # an fp32 dw above this would cost more than the logits chunk
-COLUMNS = 16  # a logits row is padded to a multiple: 16-byte rows for any V, so only D % 8 != 0 leaves products misaligned
+COLUMNS = 16  # logits rows lie a multiple apart: whole vectors for the row kernels, which Triton sees in multiples of 16
 
 
 def reference(x, w, target, ignore_index=-100, reduction="mean", label_smoothing=0.0, softcap=None, num_items=None, b=None):
@@ -106,7 +108,7 @@ def scaled(grad, dloss, scale, dtype):
 def chunks(M: int, row_bytes: int, w_bytes: int) -> list[slice]:
     """Rows cut evenly into as few chunks as memory allows, each a multiple of 128 rows where it can be.
 
-    A chunk may be as large as w for free: the backward holds dw twice, as summed and as returned.
+    A chunk may be as large as w for free: the backward holds dw twice, as summed and as returned. A padded w comes on top.
     """
     most = max(1, max(CHUNK_BYTES, w_bytes) // row_bytes)
     unit = 128 if most >= 128 else 1
@@ -139,39 +141,59 @@ def add_product(dw, dz, x, first: bool):
         dw.add_(torch.mm(dz.t(), x, out_dtype=dw.dtype))
 
 
+def zero_rows(w: torch.Tensor) -> int:
+    """How many rows of zeros w is padded with: rows aligned in memory are not enough where a product has an odd size."""
+    return pads(w.shape[0], w.dtype) if aligned(w.shape[1], w.dtype) else 0
+
+
+def padded(t: torch.Tensor, more: int) -> torch.Tensor:
+    """A copy with so many rows of zeros at its end; itself where there are none to add, or nothing to add them to."""
+    if not more or not t.numel():
+        return t
+    out = torch.empty((t.shape[0] + more, *t.shape[1:]), dtype=t.dtype, device=t.device)
+    out[: t.shape[0]].copy_(t)
+    out[t.shape[0] :].zero_()
+    return out
+
+
 class Walk:
-    """The rows of one call, chunk by chunk, with the gradients that were asked for. A b of no elements is none."""
+    """The rows of one call, chunk by chunk, with the gradients that were asked for. A b of no elements is none.
+
+    w and b are padded to the width of the products; so is the sum of dw, whose first V rows are the gradient: a view.
+    """
 
     def __init__(self, x, w, b, target, need_dx: bool, need_dw: bool, need_db: bool):
-        self.x, self.w, self.b, self.target = unit_rows(x), w, b, target.reshape(-1).contiguous()
+        self.x, self.target = unit_rows(x), target.reshape(-1).contiguous()
         self.M, self.V = self.x.shape[0], w.shape[0]
+        more = zero_rows(w) if self.M else 0
+        self.w, self.b, self.width = padded(w, more), padded(b, more), self.V + more
         self.dx = torch.empty(x.shape if need_dx else 0, dtype=x.dtype, device=x.device)
-        self.dw = torch.empty(w.shape if need_dw else 0, dtype=sum_dtype(w), device=x.device)
+        self.dw = torch.empty(self.w.shape if need_dw else 0, dtype=sum_dtype(w), device=x.device)
         self.db = torch.zeros(b.shape if need_db else 0, dtype=torch.float32, device=x.device)
         if not self.M:
             self.dw.zero_()
 
     def __iter__(self):
         """(rows, logits of those rows) with logits padded to whole COLUMNS; the buffer is used again for the next."""
-        P = triton.cdiv(self.V, COLUMNS) * COLUMNS
+        P = triton.cdiv(self.width, COLUMNS) * COLUMNS
         cuts = chunks(self.M, P * self.x.element_size(), self.w.numel() * self.w.element_size())
         buffer = torch.empty(cuts[0].stop if cuts else 0, P, dtype=self.x.dtype, device=self.x.device)
         for cut in cuts:
             z = buffer[: cut.stop - cut.start]
             if self.b.numel():
-                torch.addmm(self.b, self.x[cut], self.w.t(), out=z[:, : self.V])
+                torch.addmm(self.b, self.x[cut], self.w.t(), out=z[:, : self.width])
             else:
-                torch.mm(self.x[cut], self.w.t(), out=z[:, : self.V])
+                torch.mm(self.x[cut], self.w.t(), out=z[:, : self.width])
             yield cut, z
 
     def add(self, cut: slice, dz: torch.Tensor):
-        dz = dz[:, : self.V]
+        dz = dz[:, : self.width]
         if self.dx.numel():
             torch.mm(dz, self.w, out=self.dx.view(self.x.shape)[cut])
         if self.dw.numel():
             add_product(self.dw, dz, self.x[cut], first=cut.start == 0)
         if self.db.numel():
-            self.db += dz.sum(0, dtype=torch.float32)
+            self.db += dz[:, : self.V].sum(0, dtype=torch.float32)
 
 
 def forward(x, w, target, ignore_index, reduction, smoothing, softcap, num_items, b, need_dx, need_dw, need_db):
@@ -186,7 +208,7 @@ def forward(x, w, target, ignore_index, reduction, smoothing, softcap, num_items
         else:
             kernels.losses(z, walk.V, walk.target[cut], ignore_index, smoothing, softcap, loss[cut], stats[:, cut])
     loss, scale = kernels.reduced(loss, walk.target, ignore_index, reduction == "mean", num_items)
-    return loss, walk.dx, walk.dw, walk.db, scale
+    return loss, walk.dx, walk.dw[: walk.V], walk.db, scale
 
 
 def backward(dloss, dx, dw, db, scale):
@@ -210,7 +232,7 @@ def rows_backward(dloss, x, w, target, b, stats, ignore_index, smoothing, softca
     for cut, z in walk:
         kernels.dlogits(z, walk.V, walk.target[cut], stats[:, cut], dloss[cut], one, ignore_index, smoothing, softcap, z)
         walk.add(cut, z)
-    return walk.dx, walk.dw.to(w.dtype), walk.db.to(b.dtype)
+    return walk.dx, walk.dw[: walk.V].to(w.dtype), walk.db.to(b.dtype)
 
 
 def _fake(x, w, target, ignore_index, reduction, smoothing, softcap, num_items, b, need_dx, need_dw, need_db):
