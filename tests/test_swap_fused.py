@@ -85,7 +85,7 @@ def test_hooks_of_the_other_children_and_of_the_layer_are_given_tensors():
 
 @pytest.mark.parametrize("name", ["Qwen3", "Gemma3"])
 def test_generation_with_a_cache_gives_the_same_words(name):
-    model, ids = built(name, torch.float32), batch()["input_ids"][:1, :6]
+    model, ids = built(name, torch.float32), batch()["input_ids"]  # its rows are served, single tokens are not
     plain = model.eval().generate(ids, max_new_tokens=4, do_sample=False)
     found = replaced(model, only=FUSED)
     recorder = Recorder()

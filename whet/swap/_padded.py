@@ -12,7 +12,6 @@ import torch.nn.functional as F
 from torch import nn
 
 from whet.alignment import SMALL, pads
-from whet.swap import Met
 
 HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 
@@ -62,15 +61,6 @@ def pads_of(linear: Any) -> Pads:
 def odd(module: Any) -> bool:
     """A plain linear layer that is misaligned."""
     return plain(module) and any(pads_of(module))
-
-
-def rows_of(x: torch.Tensor) -> int:
-    return x.numel() // max(1, x.shape[-1])
-
-
-def fewest_rows(call: Met) -> int:
-    """Under so many rows a layer runs as it is; never more than the proof's, or that would prove nothing."""
-    return min(SMALL, rows_of(call.args[0]))
 
 
 def matrix(linear: Any, more: Pads) -> torch.Tensor:

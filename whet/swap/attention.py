@@ -6,11 +6,13 @@ windows make it, is read into spans and ops.attention_spans serves. Each only wh
 
 import inspect
 from collections.abc import Iterator
+from typing import Any
 
 from torch import nn
 
 from whet.swap import Edit, Left, Met, Site
 from whet.swap._causal import mask
+from whet.swap._few import fewest_rows
 from whet.swap._masks import readable, spans_in
 
 NAME = "whet"
@@ -31,10 +33,10 @@ def attend(
     """As transformers' sdpa_attention_forward; what the op has no argument for goes there."""
     from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
-    ops = getattr(module, "_whet_ops", None)  # a module that was left shares its config with those that were not
+    ops: Any = getattr(module, "_whet_ops", None)  # a module that was left shares its config with those that were not
     masked = attention_mask is not None
-    plain = not dropout and not any(asked(options.get(name)) for name in KEPT)
-    if ops is not None and plain and masked == module._whet_masked:
+    served = ops is not None and masked == module._whet_masked and query.shape[0] * query.shape[2] >= module._whet_fewest
+    if served and not dropout and not any(asked(options.get(name)) for name in KEPT):
         if not masked:
             causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
             kind = "top-left" if causal and query.shape[2] > 1 else None
@@ -92,11 +94,11 @@ def find(model: nn.Module, met: dict[str, Met]) -> Iterator[Site | Left]:
             yield Left(path, f"its attention is set to {chosen!r}, by whoever made it; 'sdpa' is what is replaced")
             continue
 
-        masked = is_masked(module, met[path])
+        masked, fewest = is_masked(module, met[path]), fewest_rows(met[path])
 
-        def edits(module, ops, masked=masked):
-            own = [Edit(module, "_whet_ops", ops), Edit(module, "_whet_masked", masked)]
-            return [Edit(module.config, INTERNAL, NAME), *own]
+        def edits(module, ops, masked=masked, fewest=fewest):
+            facts = {"_whet_ops": ops, "_whet_masked": masked, "_whet_fewest": fewest}
+            return [Edit(module.config, INTERNAL, NAME), *(Edit(module, name, value) for name, value in facts.items())]
 
         words = "scaled dot-product attention" + " under a mask" * masked
         yield Site(path, module, edits, words, unasked=MASKED if masked else UNASKED)

@@ -15,8 +15,9 @@ from torch import nn
 
 from whet.alignment import SMALL, pads
 from whet.swap import Edit, Edits, Left, Met, Site, new_forward
+from whet.swap._few import fewest_rows
 from whet.swap._packed import is_plain
-from whet.swap._padded import Pads, fewest_rows, multiply, multiply_both, odd, only_weights, product_dtype, rows_of, sizes
+from whet.swap._padded import Pads, multiply, multiply_both, odd, only_weights, product_dtype, sizes
 from whet.swap._proof import Float64Everywhere, close, copied, plainly_called, random_kept
 
 CLOSE = 1e-5  # of the size of the result; of several formulas as close as that, the nearest
@@ -138,17 +139,17 @@ def apart(more: Pads, more_down: Pads) -> Callable:
     return run
 
 
-def edits_with(form: GatedForm, products: Callable | None = None, fewest: int = 0) -> Edits:
-    """products: of the weights, where the linears are plain ones still and there are rows enough; None: by calling them."""
+def edits_with(form: GatedForm, fewest: int, products: Callable | None = None) -> Edits:
+    """products: of the weights, where the linears are plain ones still; None: by calling them."""
     op, options, _ = ACTIVATIONS[form.activation]
 
     def edits(module: nn.Module, ops) -> list[Edit]:
         activation = getattr(ops, op)
 
         def forward(self, x, *rest, **others):
-            if rest or others or self.training and not form.in_training:
+            if rest or others or x.numel() < fewest * x.shape[-1] or self.training and not form.in_training:
                 return self._whet_forward(x, *rest, **others)
-            if products is None or rows_of(x) < fewest or not plain_linears(self, form):
+            if products is None or not plain_linears(self, form):
                 return called(self, form.names, activation, options, x)
             *inner, down = (getattr(self, name) for name in form.names)
             return products(inner, down, activation, options, x)
@@ -170,7 +171,7 @@ def product_forms(module: nn.Module, form: GatedForm, call: Met) -> dict[str, Ed
         found |= {padded: apart(*more), f"gate and up in one product, {padded}": in_one_product(*more)} if separate else {
             padded: in_one_product(*more)
         }
-    return {name: edits_with(form, products, fewest) for name, products in found.items()}
+    return {name: edits_with(form, fewest, products) for name, products in found.items()}
 
 
 def gated_linears(module: nn.Module, call: Met) -> list:
@@ -209,9 +210,9 @@ def find(model: nn.Module, met: dict[str, Met]) -> Iterator[Site | Left]:
         assert form is not None
 
         words, apart_name = f"{form.activation} between {', '.join(form.names)}", "gate and up apart"
-        forms = product_forms(module, form, met[path])
+        forms, fewest = product_forms(module, form, met[path]), fewest_rows(met[path])
         inside = [n for n, _ in module.named_children() if n not in form.names]
         yield Site(
-            path, module, edits_with(form), words, form=apart_name if len(form.names) == 3 else "", forms=forms,
+            path, module, edits_with(form, fewest), words, form=apart_name if len(form.names) == 3 else "", forms=forms,
             covers=tuple(("activations", f"{path}.{n}" if path else n) for n in inside),
         )

@@ -16,6 +16,7 @@ from torch import nn
 from whet.choices import Choices
 from whet.swap import Edit, Left, Met, Site
 from whet.swap._deferred import Deferred, SelfWith, StandIn, noticed, own_function, settled, watched
+from whet.swap._few import few, fewest_rows
 from whet.swap._globals import with_globals
 from whet.swap.norms import FORMS, KnownNorm, eps_in, rms_norms_in
 from whet.swap.rotary import ARGUMENTS, NAME, own_forward, plain_options, tables_and_rows
@@ -82,11 +83,11 @@ def with_rotation(own: types.FunctionType, op: Callable, note: Callable) -> type
     return with_globals(own, **{NAME: rotation(op, own.__globals__[NAME], note)})
 
 
-def replaced(own: types.FunctionType, op: Callable, norms: dict[str, KnownNorm]) -> Callable:
+def replaced(own: types.FunctionType, op: Callable, norms: dict[str, KnownNorm], fewest: int) -> Callable:
     function = with_rotation(own, op, lambda *modules: None)
 
     def forward(self, *args, **kwargs):
-        if torch.compiler.is_compiling():  # Inductor fuses the formulas of norm and rotation itself
+        if few(args, kwargs, fewest) or torch.compiler.is_compiling():  # Inductor fuses norm and rotation itself
             return own(self, *args, **kwargs)
         return run(self, function, norms, Met(args, kwargs))
 
@@ -111,11 +112,12 @@ def find(model: nn.Module, met: dict[str, Met]) -> Iterator[Site | Left]:
         used = {name: norm for name, norm in norms.items() if any(getattr(module, name) is m for m in rotated)}
         if not used:
             continue
+        fewest = fewest_rows(met[path])
 
-        def edits(module, ops, norms=used):
+        def edits(module, ops, norms=used, fewest=fewest):
             own = own_forward(module)
             assert own is not None
-            return [Edit(module, "forward", types.MethodType(replaced(own, ops.qk_norm_rope, norms), module))]
+            return [Edit(module, "forward", types.MethodType(replaced(own, ops.qk_norm_rope, norms, fewest), module))]
 
         words = f"{next(iter(used.values())).words}, of each query and key head, and rotary embedding"
         covers = (("rotary", path), *(("norms", children[name][0]) for name in used))

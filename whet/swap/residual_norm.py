@@ -16,6 +16,7 @@ from torch.utils._pytree import tree_map
 from whet.choices import Choices
 from whet.swap import Edit, Left, Met, Site
 from whet.swap._deferred import Deferred, SelfWith, StandIn, noticed, own_function, settled, watched
+from whet.swap._few import few, fewest_rows
 from whet.swap.norms import FORMS, KnownNorm, eps_in, rms_norms_in
 
 ADDS = (torch.Tensor.add, torch.Tensor.__add__, torch.Tensor.__radd__, torch.add)
@@ -102,9 +103,9 @@ def run(module: nn.Module, own: Callable, op: Callable, norms: dict[str, KnownNo
     return settled(out) if isinstance(out, (Deferred, torch.Tensor)) else tree_map(settled, out)
 
 
-def replaced(own: Callable, op: Callable, norms: dict[str, KnownNorm]) -> Callable:
+def replaced(own: Callable, op: Callable, norms: dict[str, KnownNorm], fewest: int) -> Callable:
     def forward(self, *args, **kwargs):
-        if torch.compiler.is_compiling():  # Inductor fuses the sum into the norm's formula itself
+        if few(args, kwargs, fewest) or torch.compiler.is_compiling():  # Inductor fuses the sum into the norm's formula itself
             return own(self, *args, **kwargs)
         return run(self, own, op, norms, Met(args, kwargs), lambda module: None)
 
@@ -135,11 +136,12 @@ def find(model: nn.Module, met: dict[str, Met]) -> Iterator[Site | Left]:
             yield Left(path, "the norm of its sum has hooks, or a forward of its own, that would not be called")
         if not free:
             continue
+        fewest = fewest_rows(met[path])
 
-        def edits(module, ops, norms=free):
+        def edits(module, ops, norms=free, fewest=fewest):
             own = own_function(module)
             assert own is not None
-            return [Edit(module, "forward", types.MethodType(replaced(own, ops.add_rms_norm, norms), module))]
+            return [Edit(module, "forward", types.MethodType(replaced(own, ops.add_rms_norm, norms, fewest), module))]
 
         words = ", ".join(sorted({norm.words for norm in free.values()}))
         covers = tuple(("norms", children[name][0]) for name in free)

@@ -8,6 +8,7 @@ import torch
 from torch import nn
 
 from whet.swap import Left, Met, Site, new_forward
+from whet.swap._few import few, fewest_rows
 from whet.swap._globals import plain_function, with_globals
 
 NAME = "apply_rotary_pos_emb"
@@ -39,7 +40,7 @@ def tables_and_rows(cos: torch.Tensor, sin: torch.Tensor) -> tuple[torch.Tensor,
 def rotation(ops, theirs: Callable) -> Callable:
     """The same function through ops.rope.
 
-    At sizes that were not measured, such as one token of a decoding, the module's own: the stock call of the op takes longer.
+    At sizes that were not measured the module's own: the stock call of the op takes longer.
     """
     rope, measured = ops.rope, {}  # type: Callable, dict[tuple, bool]
 
@@ -72,10 +73,16 @@ def find(model: nn.Module, met: dict[str, Met]) -> Iterator[Site | Left]:
             yield Left(path, f"its {NAME} takes ({', '.join(given)}), not ({', '.join(ARGUMENTS)})")
             continue
 
-        def edits(module, ops):
+        fewest = fewest_rows(met[path])
+
+        def edits(module, ops, fewest=fewest):
             function = own_forward(module)
             assert function is not None
-            served = rotation(ops, function.__globals__[NAME])
-            return new_forward(module, with_globals(function, **{NAME: served}))
+            served = with_globals(function, **{NAME: rotation(ops, function.__globals__[NAME])})
+
+            def either(self, *args, **kwargs):
+                return (function if few(args, kwargs, fewest) else served)(self, *args, **kwargs)
+
+            return new_forward(module, either)
 
         yield Site(path, module, edits, "rotary embedding of queries and keys")
