@@ -139,19 +139,20 @@ FAMILIES = {
     "Olmo2": Family("Olmo2ForCausalLM", "Olmo2Config", SMALL,
         dict(causal_mask=1, norms=9, gated_mlp=2, rotary=2, attention=2, lm_head=1)),
     "Bert": Family(
-        "BertForMaskedLM", "BertConfig", PLAIN | NO_DROPOUT, dict(norms=6, activations=3, attention=2),
+        "BertForMaskedLM", "BertConfig", PLAIN | NO_DROPOUT, dict(full_mask=1, norms=6, activations=3, attention=2),
         dict(gated_mlp=NO_SWIGLU, lm_head=OTHER_LOSS)),
     "ModernBert": Family(
         "ModernBertForMaskedLM", "ModernBertConfig", PLAIN | {"pad_token_id": 0},
-        dict(norms=6, activations=1, gated_mlp=2, rotary=2, attention=2), dict(lm_head=OTHER_LOSS)),
+        dict(full_mask=1, norms=6, activations=1, gated_mlp=2, rotary=2, attention=2), dict(lm_head=OTHER_LOSS)),
     "T5": Family(
-        "T5ForConditionalGeneration", "T5Config", T5, dict(norms=12), dict(attention="a position bias", lm_head=OWN_LOSS),
-        shorter_labels),
+        "T5ForConditionalGeneration", "T5Config", T5, dict(full_mask=2, norms=12),
+        dict(attention="a position bias", lm_head=OWN_LOSS), shorter_labels),
     "T5, gated": Family(
         "T5ForConditionalGeneration", "T5Config", T5 | {"feed_forward_proj": "gated-gelu"},
-        dict(norms=12, gated_mlp=4),
+        dict(full_mask=2, norms=12, gated_mlp=4),
         dict(attention="a position bias", lm_head=OWN_LOSS), shorter_labels),
-    "ViT": Family("ViTForImageClassification", "ViTConfig", VIT, dict(norms=5, activations=2, attention=2), {}, images),
+    "ViT": Family(
+        "ViTForImageClassification", "ViTConfig", VIT, dict(full_mask=1, norms=5, activations=2, attention=2), {}, images),
     "Whisper": Family(
         "WhisperForConditionalGeneration", "WhisperConfig", WHISPER, dict(norms=12, activations=4, attention=6),
         dict(lm_head=OWN_LOSS), sound),

@@ -4,10 +4,21 @@ from dataclasses import replace
 
 import pytest
 import torch
+from swapping import FAMILIES, built
 from test_compile_step import CLIP, GRAPH, Small, adam, assert_same_steps, batches, choosing, on
 from torch import nn
+from torch.nn import functional as F
 
+from whet.choices import Choices
+from whet.graphs import Graph
 from whet.step_plans import LoopWork, choose
+from whet.swap._proof import cast
+from whet.swap._replace import as_call, recognise
+
+
+def as_in_5_17(padding_mask, kv_length, local_attention_size=None) -> bool:
+    """Transformers' _ignore_bidirectional_mask_sdpa before it was mended, for a batch without padding or windows."""
+    return padding_mask is None and not torch.cuda.is_current_stream_capturing()
 
 
 def gpu_adam(model: nn.Module) -> torch.optim.Optimizer:
@@ -46,3 +57,38 @@ def test_every_plan_of_a_step_is_verified_on_a_gpu():
     (batch,) = on("cuda", batches(1))
     found = choose(LoopWork(model, (), batch, optimizer=gpu_adam(model), clip=CLIP), seconds=0.01)
     assert "is out" not in found.why and "could be tried" not in found.why, found.why
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("name", ["ViT", "Bert"])
+def test_an_encoders_step_is_captured_without_a_mask_on_a_gpu(name, monkeypatch):
+    pytest.importorskip("transformers")
+    from transformers import masking_utils
+
+    masks, real = [], F.scaled_dot_product_attention
+
+    def noting(*args, attn_mask=None, **options):
+        masks.append(attn_mask)
+        return real(*args, attn_mask=attn_mask, **options)
+
+    monkeypatch.setattr(masking_utils, "_ignore_bidirectional_mask_sdpa", as_in_5_17)
+    monkeypatch.setattr(F, "scaled_dot_product_attention", noting)
+    model = built(name).cuda()
+    data = {k: v.cuda() for k, v in cast(FAMILIES[name].batch(), torch.bfloat16).items()}
+
+    def step() -> torch.Tensor:
+        model.zero_grad()
+        loss = model(**data).loss
+        loss.backward()
+        return loss
+
+    expected = step().item()
+    found = recognise(model, as_call(data), Choices(), only=("full_mask",))
+    found.ask(Choices())
+    graph = Graph(step)
+    assert masks and masks.count(None) == len(masks)
+    assert graph().item() == pytest.approx(expected, rel=1e-2)
+    found.restore()
+    masks.clear()
+    Graph(step, warm_up=0)
+    assert not any(m is None for m in masks), "what Transformers 5.17 does"

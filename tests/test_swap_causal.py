@@ -12,8 +12,8 @@ from torch import nn
 
 from whet.choices import Choices
 from whet.swap import Met
-from whet.swap._causal import KNOWN, is_causal_alone, parts_of
 from whet.swap._replace import as_call, recognise
+from whet.swap._spared_masks import KNOWN, is_causal_alone, parts_of
 from whet.swap.causal_mask import find, why_not
 
 transformers = pytest.importorskip("transformers")
@@ -42,11 +42,11 @@ def blind(monkeypatch):
 
     @contextlib.contextmanager
     def on():
-        from whet.swap import _causal
+        from whet.swap import _spared_masks
 
         def mask(*args, **options):
             count.asked += 1
-            return _causal.mask(*args, **options)
+            return _spared_masks.mask(*args, **options)
 
         count.built = count.asked = 0
         with monkeypatch.context() as patched:
@@ -59,9 +59,9 @@ def blind(monkeypatch):
     return on
 
 
-def spared(model: nn.Module, data: dict | None = None) -> nn.Module:
+def spared(model: nn.Module, data: dict | None = None, only: tuple[str, ...] = ("causal_mask", "attention")) -> nn.Module:
     """The model with its mask and its attention replaced, as found on a batch without a mask."""
-    found = recognise(model, as_call(batch() if data is None else data), Choices(), only=("causal_mask", "attention"))
+    found = recognise(model, as_call(batch() if data is None else data), Choices(), only=only)
     assert "causal_mask" in {s.kind for s, _ in found.sites}, found.left
     found.ask(Choices())
     return model
@@ -291,22 +291,6 @@ def test_a_decoder_beside_an_encoder(blind):
     found.ask(Choices())
     with blind():
         agree(trained(model, data), trained(plain, data))
-
-
-@pytest.mark.parametrize("data", [dict(input_ids=IDS), dict(input_ids=IDS, position_ids=packed()["position_ids"]),
-                                  dict(input_ids=IDS, attention_mask=padded()["attention_mask"])],
-                         ids=["tokens", "packed", "padded"])
-def test_torch_compile_computes_the_same(data):
-    plain = llama()
-    model = spared(copy.deepcopy(plain))
-    torch._dynamo.reset()
-    try:
-        traced = torch.compile(model, backend="eager")
-        torch.testing.assert_close(logits(traced, **data, use_cache=False), logits(plain, **data, use_cache=False))
-        torch.testing.assert_close(logits(traced, input_ids=IDS, use_cache=False), logits(plain, input_ids=IDS))
-        assert KNOWN.config is None
-    finally:
-        torch._dynamo.reset()
 
 
 def test_a_decoder_that_needs_its_mask_is_left():

@@ -11,9 +11,9 @@ from typing import Any
 from torch import nn
 
 from whet.swap import Edit, Left, Met, Site
-from whet.swap._causal import mask
 from whet.swap._few import fewest_rows
 from whet.swap._masks import readable, spans_in
+from whet.swap._spared_masks import mask
 
 NAME = "whet"
 INTERNAL = "_attn_implementation_internal"
@@ -58,7 +58,7 @@ def fits(q, k, v, mask) -> bool:
 
 
 def register() -> bool:
-    """Make the interface known to Transformers, masks as for SDPA: None where the kernel's own causal mask does."""
+    """Make the interface known to Transformers, masks as for SDPA: None where there is nothing to mask but what is causal."""
     try:
         from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
         from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS

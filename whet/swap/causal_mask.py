@@ -1,9 +1,8 @@
 """The causal mask of a Hugging Face decoder that is given no positions and no mask: none has to be built.
 
 Transformers looks at the positions of every batch, on the host, for sequences packed into one row. Where it may not look,
-while a CUDA graph is captured, it builds a dense mask, with which attention reads three times as much. A decoder that makes
-its positions itself has nothing packed, and its kernels' own causal mask does. Under torch.compile the mask is built as
-without this: of the functions that Transformers joins Dynamo does not say what they are.
+while a CUDA graph is captured or torch.compile traces, it builds a dense mask, with which attention reads three times as
+much. A decoder that makes its positions itself has nothing packed, and its kernels' own causal mask does.
 """
 
 import inspect
@@ -13,7 +12,7 @@ from typing import Any
 from torch import nn
 
 from whet.swap import Edit, Left, Met, Site, new_forward
-from whet.swap._causal import KNOWN
+from whet.swap._spared_masks import KNOWN
 from whet.swap.attention import INTERNAL, NAME, register
 
 MAKERS = ("create_causal_mask", "create_sliding_window_causal_mask")
