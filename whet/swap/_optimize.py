@@ -265,8 +265,15 @@ def _timed_groups(
 
 
 def _whole(report: Optimized, asked: OptimizeTask, decided: Decisions) -> bool:
-    """All replacements together: proved once more, then timed against the model as it was, at every batch."""
+    """All replacements together: proved once more, then timed against the model as it was, at every batch.
+
+    Where the lock has the times, the way that is used is proved; a step that compile_step captures by another it proves itself.
+    """
     found, calls, ways = report.replaced, asked.calls, [way for way in report.ways.values() if way.sites]
+    known = decided.whole(ways)
+    if known:
+        used, _ = best_of(known["batches"], [way.mode for way in ways])
+        ways = [way for way in ways if way.mode == used]
     right = [way for way in ways if _together(found, way, calls, asked.train)]
     if len(right) < len(ways) and decided.held and not (right and decided.whole(right)):
         decided.ignore_all(f"together they are wrong: {next(way.wrong for way in ways if way.wrong)}")
@@ -277,7 +284,7 @@ def _whole(report: Optimized, asked: OptimizeTask, decided: Decisions) -> bool:
         report.groups, report.choices, found.sites = ways[0].groups, ways[0].choices, []
         report.note = f"nothing was replaced: together the replacements are wrong: {ways[0].wrong}"
         return True
-    known, key = decided.whole(right), decided.whole_key(right)
+    known, key = known or decided.whole(right), decided.whole_key(right)
     steps = zip(asked.whole, calls)
     report.batches = known["batches"] if known else [_race_whole(report, right, w, c, asked.seconds) for w, c in steps]
     decided.timed += known is None
