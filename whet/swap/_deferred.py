@@ -12,6 +12,7 @@ import torch
 from torch import nn
 from torch.utils._pytree import tree_map
 
+from whet.swap._alike import alike
 from whet.swap._replace import quiet
 
 
@@ -31,13 +32,16 @@ class Deferred:
 
 def noticed(module: nn.Module, run: Callable[[Callable], Any]) -> list[nn.Module]:
     """The modules that a run notes, run(note), with the module afterwards as it was; none where the run fails."""
-    found: list[nn.Module] = []
-    try:
-        with quiet(module), torch.no_grad():
-            run(lambda *modules: found.extend(modules))
-    except Exception:  # its code asks of self or of a child's result what only the real ones have
-        return []
-    return found
+    def look() -> list[str]:
+        found: list[nn.Module] = []
+        try:
+            with quiet(module), torch.no_grad():
+                run(lambda *modules: found.extend(modules))
+        except Exception:  # its code asks of self or of a child's result what only the real ones have
+            return []
+        return [path for path, m in module.named_modules() if any(m is noted for noted in found)]
+
+    return [module.get_submodule(path) for path in alike(module, run.__code__, look)]
 
 
 def settled(value: Any) -> Any:

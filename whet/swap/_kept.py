@@ -7,15 +7,12 @@ timing; it never spares proof: of every kind of like modules one is proved anew,
 
 import datetime
 import functools
-import hashlib
-import inspect
-from collections.abc import Hashable, Iterable
+from collections.abc import Iterable
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING
 
 import torch
 from torch import nn
-from torch.utils._pytree import tree_flatten_with_path
 
 from whet.choices import Choices
 from whet.figures import error_line
@@ -24,6 +21,7 @@ from whet.lock import Lock
 from whet.op import Call, base, discover
 from whet.source import fingerprint
 from whet.swap import Met, Site
+from whet.swap._alike import digest, facts_of, form_of
 from whet.swap._proof import prove
 from whet.swap._replace import met_in
 from whet.tune import save_swaps
@@ -33,13 +31,7 @@ if TYPE_CHECKING:
     from whet.swap._optimize import Optimized
     from whet.swap._ways import Way
 
-PLAIN = (bool, int, float, str, type(None), torch.dtype)
-PLACE = "layer_idx"  # where a module stands: like modules differ in it
 GroupName = tuple[str, str, type]
-
-
-def digest(*facts: Any) -> str:
-    return hashlib.sha256(repr(facts).encode()).hexdigest()[:16]
 
 
 @functools.cache
@@ -47,43 +39,6 @@ def recognisers() -> str:
     """The sources of what finds and judges."""
     here = Path(__file__).parent
     return digest(*(p.read_bytes() for p in (*sorted(here.glob("*.py")), here.parent / "judge.py")))
-
-
-@functools.cache
-def source_of(cls: Hashable) -> str:
-    """A hash of what a class computes: the source of its forward, or its code where there is none to read."""
-    forward = cast(type[nn.Module], cls).forward
-    try:
-        return digest(inspect.getsource(forward))
-    except (OSError, TypeError):
-        code = getattr(forward, "__code__", None)
-        return digest(code.co_code, code.co_names, code.co_consts) if code is not None else str(cls)
-
-
-def facts_of(call: Met) -> tuple:
-    """Sizes, layouts and dtypes of a call's tensors, and its plain values."""
-    found = []
-    for where, x in tree_flatten_with_path((call.args, call.kwargs))[0]:
-        if isinstance(x, torch.Tensor):
-            fact: Any = (tuple(x.shape), x.stride(), str(x.dtype), x.device.type, x.requires_grad)
-        else:
-            fact = x if isinstance(x, PLAIN) else type(x).__qualname__
-        found.append((str(where), fact))
-    return tuple(found)
-
-
-def form_of(module: nn.Module) -> str:
-    """A hash of all of a module but its weights' values and its place: what is equal here is computed alike."""
-    facts = []
-    for path, m in module.named_modules():
-        tensors = (*m.named_parameters(recurse=False), *m.named_buffers(recurse=False))
-        facts.append((
-            path, f"{type(m).__module__}.{type(m).__qualname__}", source_of(cast(Hashable, type(m))), "forward" in vars(m),
-            bool(m._forward_hooks or m._forward_pre_hooks or m._backward_hooks),
-            [(n, tuple(t.shape), str(t.dtype), t.requires_grad) for n, t in tensors],
-            [(k, v) for k, v in sorted(vars(m).items()) if isinstance(v, PLAIN) and k != PLACE],
-        ))
-    return digest(facts)
 
 
 def settings(device: str) -> tuple:

@@ -15,10 +15,11 @@ from whet.judge import Verdict
 from whet.lock import Lock
 from whet.measure import now, race
 from whet.swap import Edit, Left, Met, Site
+from whet.swap._alike import facts_of
 from whet.swap._begin import allowed, in_allowed, prepared, refuse, refuse_step_options, undone, with_optimizer
 from whet.swap._given import usable
 from whet.swap._groups import BEFORE, SiteGroup, _time_group, grouped, joined, ratio, recorded
-from whet.swap._kept import Decisions, facts_of
+from whet.swap._kept import Decisions
 from whet.swap._memory import KIND as CHECKPOINT
 from whet.swap._memory import bytes_of, fit
 from whet.swap._proof import floating, prove

@@ -13,6 +13,7 @@ from whet.choices import Choices
 from whet.figures import error_line
 from whet.judge import Verdict
 from whet.swap import Edit, Journal, Left, Met, Site, discover
+from whet.swap._alike import found_once
 from whet.swap._proof import prove_forms, random_kept
 
 ROWS, LENGTH = 2, 48  # of the batch that the proof runs on at most
@@ -180,7 +181,8 @@ def recognise(
     found, seen = Replaced(model), met_in(model, cut(call))
     proved: dict[int, tuple[Site, Verdict]] = {}
     with uncached(model):
-        sites = _proposed(model, seen, only, found, keep_logits)
+        with found_once():
+            sites = _proposed(model, seen, only, found, keep_logits)
         verdicts, gone = known(sites, seen, ops), set[tuple[str, str]]()
         for site in sorted(sites, key=lambda s: not s.covers):
             if (site.kind, site.path) in gone:

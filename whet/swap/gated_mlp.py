@@ -4,6 +4,7 @@ Where the linears are plain ones, gate and up can also be one product with both 
 that is no whole number of the tensor cores' loads can be padded. Which is fastest is measured.
 """
 
+import functools
 import itertools
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
@@ -15,6 +16,7 @@ from torch import nn
 
 from whet.alignment import SMALL, pads
 from whet.swap import Edit, Edits, Left, Met, Site, new_forward
+from whet.swap._alike import alike
 from whet.swap._few import fewest_rows
 from whet.swap._packed import is_plain
 from whet.swap._padded import Pads, multiply, multiply_both, odd, only_weights, product_dtype, sizes
@@ -203,7 +205,8 @@ def find(model: nn.Module, met: dict[str, Met]) -> Iterator[Site | Left]:
         if not plainly_called(met[path]):
             yield Left(path, "it is called with more than one tensor")
             continue
-        form = form_of(module, met[path].args[0])
+        x = met[path].args[0]
+        form = alike(module, (form_of, x.dtype), functools.partial(form_of, module, x))
         if why := refusal(module, form):
             yield Left(path, why)
             continue

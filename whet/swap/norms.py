@@ -10,6 +10,7 @@ from torch import nn
 from whet.ops.layer_norm import reference as layer_norm
 from whet.ops.rms_norm import reference as rms_norm
 from whet.swap import Left, Met, Site, new_forward
+from whet.swap._alike import alike
 from whet.swap._proof import close, in_float64, plainly_called
 
 CLOSE = 1e-5  # of the size of the result: which formula it is; `prove` then holds it to the usual budget
@@ -117,7 +118,7 @@ def known_norm(module: nn.Module, call: Met) -> KnownNorm | str | None:
     x, eps = call.args[0], eps_of(module)
     if eps == UNCLEAR:
         return "which of its numbers is the epsilon is not clear"
-    form = form_of(module, x, eps)
+    form = alike(module, (form_of, x.shape[-1], x.dtype), lambda: form_of(module, x, eps))
     if form is None:
         return f"{type(module).__name__} computes neither an RMSNorm nor a LayerNorm over its last dimension"
     return KnownNorm(type(module), form, eps, f"{form} of {x.shape[-1]}, eps {eps_in(eps, x):g}")
