@@ -4,6 +4,7 @@ import contextlib
 import json
 import os
 import sys
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Annotated
@@ -12,6 +13,7 @@ import typer
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
+EVERY = 10.0  # seconds between lines of progress in a log
 WIDTH = 160  # letters, where there is no terminal and COLUMNS says nothing
 
 
@@ -50,11 +52,23 @@ DTYPE_HELP = "bfloat16, float16, float32."  # a test holds these to what there i
 Dtype = Annotated[str, typer.Option(help=DTYPE_HELP)]
 
 
+def progress_lines() -> Callable[[str, int, int], None]:
+    began = last = time.monotonic()
+
+    def progress(text: str, done: int, total: int) -> None:
+        nonlocal last
+        if time.monotonic() - last >= EVERY:
+            last = time.monotonic()
+            typer.echo(f"whet: {last - began:.0f} s: {text}, {done} of {total}", err=True)
+
+    return progress
+
+
 @contextlib.contextmanager
 def progress_bar(show: bool) -> Iterator[Callable[[str, int, int], None]]:
-    """A bar on a terminal, nothing elsewhere."""
+    """A bar on a terminal; elsewhere, in a log, a line on stderr at most every EVERY seconds."""
     if not (show and console.is_terminal):
-        yield lambda text, done, total: None
+        yield progress_lines() if show else lambda text, done, total: None
         return
     columns = (TextColumn("{task.description:<36}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
     with Progress(*columns, console=console, transient=True) as bar:
