@@ -159,6 +159,35 @@ def test_hooks_of_children_called_in_methods_are_given_tensors():
     assert len(found.sites) == 1 and seen == [(torch.Tensor, torch.Tensor)] * 3
 
 
+class Keeps(PostNorm):
+    """Leaves what it computed on the way."""
+
+    def forward(self, x):
+        self.dense_out = out = self.dense(x)
+        self.sum = out + x
+        return self.norm(out + x)
+
+
+def test_what_a_block_keeps_on_itself_are_tensors():
+    torch.manual_seed(0)
+    model, x = nn.Sequential(Keeps()).eval(), torch.randn(3, 7, 32)
+    found = recognise(model, as_call(x), Choices(), **ONLY)
+    assert asked(found, model, x) == {"add_layer_norm": 1}
+    assert type(model[0].dense_out) is type(model[0].sum) is torch.Tensor
+    assert torch.equal(model[0].sum, model[0].dense_out + x)
+
+
+def test_a_layer_norm_that_autocast_may_widen_is_the_modules_own():
+    torch.manual_seed(0)
+    model, x = nn.Sequential(PostNorm()).eval(), torch.randn(3, 7, 32)
+    found = recognise(model, as_call(x), Choices(), **ONLY)
+    with torch.autocast("cpu", torch.bfloat16):
+        plain = [model(x), model(x.bfloat16())]
+        assert [asked(found, model, given) for given in (x, x.bfloat16())] == [{"add_layer_norm": 1}, {}]
+        served = [model(x), model(x.bfloat16())]
+    assert [y.dtype for y in served] == [y.dtype for y in plain] and torch.equal(served[1], plain[1])
+
+
 def test_compiled_blocks_run_as_they_were_written():
     torch.manual_seed(0)
     model, x = nn.Sequential(PostNorm(), InMethods()).eval(), torch.randn(3, 7, 32)

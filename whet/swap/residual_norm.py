@@ -16,6 +16,7 @@ from torch import nn
 from torch.utils._pytree import tree_map
 
 from whet.choices import Choices
+from whet.op import autocast_of
 from whet.swap import Edit, Left, Met, Site
 from whet.swap._deferred import Deferred, SelfWith, StandIn, noticed, own_function, settled, watched
 from whet.swap.norms import KnownNorm, norms_in
@@ -88,13 +89,18 @@ def call_child(module: nn.Module, *args, **kwargs) -> Any:
     return addends(module(*map(settled, args), **{k: settled(v) for k, v in kwargs.items()}))
 
 
+def widened(norm: KnownNorm, h: PendingSum) -> bool:
+    """Whether autocast may compute the module's LayerNorm in float32 and return that; the op keeps the dtype of the sum."""
+    return norm.op == "layer_norm" and autocast_of(h.x) is not None and torch.float32 not in (h.x.dtype, h.res.dtype)
+
+
 def call_norm(module: nn.Module, *args, norm: KnownNorm, op: Callable, note: Callable, **kwargs) -> Any:
     """The norm of a sum that waits, and that sum, from the op; of anything else, the module's own."""
     h = args[0] if len(args) == 1 and not kwargs else None
     if not isinstance(h, PendingSum) or h.sum is not None or type(module) is not norm.type:
         return call_child(module, *args, **kwargs)
     note(module)
-    if watched(module):
+    if watched(module) or widened(norm, h):
         return call_child(module, *args, **kwargs)
     y, h.sum = op(h.x, h.res, *norm.arguments(module, h.x))
     return Addend(y)
