@@ -124,10 +124,13 @@ FAMILIES = {
     "GPT2": Family(
         "GPT2LMHeadModel", "GPT2Config",
         dict(vocab_size=96, n_embd=64, n_layer=2, n_head=4, n_positions=64, resid_pdrop=0, embd_pdrop=0, attn_pdrop=0),
-        dict(causal_mask=1, norms=5, activations=2, attention=2, lm_head=1)),
+        dict(causal_mask=1, norms=3, residual_norm=2, activations=2, attention=2, lm_head=1)),
     "GPTNeoX": Family(
         "GPTNeoXForCausalLM", "GPTNeoXConfig", PLAIN,
         dict(causal_mask=1, norms=5, activations=2, rotary=2, attention=2, lm_head=1)),
+    "GPTNeoX, MLP after attention": Family(
+        "GPTNeoXForCausalLM", "GPTNeoXConfig", PLAIN | {"use_parallel_residual": False},
+        dict(causal_mask=1, norms=3, residual_norm=2, activations=2, rotary=2, attention=2, lm_head=1)),
     "Phi": Family(
         "PhiForCausalLM", "PhiConfig", PLAIN | {"partial_rotary_factor": 0.5},
         dict(causal_mask=1, norms=3, activations=2, rotary=2, attention=2, lm_head=1)),
@@ -139,11 +142,13 @@ FAMILIES = {
     "Olmo2": Family("Olmo2ForCausalLM", "Olmo2Config", SMALL,
         dict(causal_mask=1, norms=9, gated_mlp=2, rotary=2, attention=2, lm_head=1)),
     "Bert": Family(
-        "BertForMaskedLM", "BertConfig", PLAIN | NO_DROPOUT, dict(full_mask=1, norms=6, activations=3, attention=2),
+        "BertForMaskedLM", "BertConfig", PLAIN | NO_DROPOUT,
+        dict(full_mask=1, norms=2, residual_norm=4, activations=3, attention=2),
         dict(gated_mlp=NO_SWIGLU, lm_head=OTHER_LOSS)),
     "ModernBert": Family(
         "ModernBertForMaskedLM", "ModernBertConfig", PLAIN | {"pad_token_id": 0},
-        dict(full_mask=1, norms=6, activations=1, gated_mlp=2, rotary=2, attention=2), dict(lm_head=OTHER_LOSS)),
+        dict(full_mask=1, norms=4, residual_norm=2, activations=1, gated_mlp=2, rotary=2, attention=2),
+        dict(lm_head=OTHER_LOSS)),
     "T5": Family(
         "T5ForConditionalGeneration", "T5Config", T5, dict(full_mask=2, norms=12),
         dict(attention="a position bias", lm_head=OWN_LOSS), shorter_labels),
@@ -152,9 +157,10 @@ FAMILIES = {
         dict(full_mask=2, norms=12, gated_mlp=4),
         dict(attention="a position bias", lm_head=OWN_LOSS), shorter_labels),
     "ViT": Family(
-        "ViTForImageClassification", "ViTConfig", VIT, dict(full_mask=1, norms=5, activations=2, attention=2), {}, images),
+        "ViTForImageClassification", "ViTConfig", VIT,
+        dict(full_mask=1, norms=3, residual_norm=2, activations=2, attention=2), {}, images),
     "Whisper": Family(
-        "WhisperForConditionalGeneration", "WhisperConfig", WHISPER, dict(norms=12, activations=4, attention=6),
+        "WhisperForConditionalGeneration", "WhisperConfig", WHISPER, dict(norms=6, residual_norm=4, activations=4, attention=6),
         dict(lm_head=OWN_LOSS), sound),
 }
 

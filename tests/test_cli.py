@@ -244,7 +244,7 @@ def test_optimize_json_is_a_record_and_options_reach_it(planted):
 
 
 WRONG = {
-    "op": ("bench nope", "'nope'; there are add_rms_norm, "),
+    "op": ("bench nope", "'nope'; there are add_layer_norm, add_rms_norm, "),
     "no-shape": ("bench rms_norm --shapes ''", "M=...,N=... or one of ['4096x384', "),
     "shape": ("bench rms_norm --shapes tall", "M=...,N=... or one of ['4096x384', "),
     "negative": ("bench rms_norm --shapes M=-8,N=8", "M=...,N=... or one of ['4096x384', "),
@@ -252,7 +252,7 @@ WRONG = {
     "missing": ("bench rope --shapes B=8", "B=...,S=...,Hq=...,Hk=...,D=..."),
     "together": ("bench rope --shapes B=1,S=8,Hq=2,Hk=2,D=7", "rope: rotary_dim must be even"),
     "layout": ("bench rms_norm --shapes M=8,N=8,layout=3", "layout must be one of"),
-    "no-op": ("ops attentoin", "attentoin; there are add_rms_norm, attention, "),
+    "no-op": ("ops attentoin", "attentoin; there are add_layer_norm, add_rms_norm, attention, "),
     "dtype": ("bench rms_norm --dtype int8", "dtype must be one of ['float32', 'float16', 'bfloat16', 'float64'], got 'int8'"),
     "mode": ("bench rms_norm --mode fast", "mode must be eager, graph or both, got 'fast'"),
     "model": ("optimize gpt-9", "'gpt-9'; there are "),

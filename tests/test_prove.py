@@ -250,6 +250,7 @@ def test_neighbours_are_sizes_that_share_the_bucket():
 
 @pytest.mark.parametrize("name, case", [
     ("rms_norm", dict(M=100, N=64)), ("layer_norm", dict(M=100, N=64)), ("add_rms_norm", dict(M=100, N=64)),
+    ("add_layer_norm", dict(M=100, N=64)), ("add_layer_norm", dict(M=100, N=64, bias=False)),
     ("swiglu", dict(M=100, N=64)), ("gelu", dict(M=100, N=64)), ("cross_entropy", dict(M=100, V=64, ignored="none")),
     ("cross_entropy", dict(M=100, V=64, ignored="none", reduction="none")),
     ("linear_cross_entropy", dict(M=100, D=16, V=64, ignored="none")),

@@ -60,19 +60,22 @@ def tokens() -> tuple:
 
 
 PLAIN_MODELS = {
-    "GPT": (GPT, tokens, dict(norms=5, activations=2, sdpa_calls=2), dict(plain_loss="the model's logits are kept"), {}),
+    "GPT": (
+        GPT, tokens, dict(norms=3, residual_norm=2, activations=2, sdpa_calls=2),
+        dict(plain_loss="the model's logits are kept"), {}),
     "GPT without logits": (
-        GPT, tokens, dict(norms=5, activations=2, sdpa_calls=2, plain_loss=1), {}, dict(keep_logits=False)),
+        GPT, tokens, dict(norms=3, residual_norm=2, activations=2, sdpa_calls=2, plain_loss=1), {}, dict(keep_logits=False)),
     "GPT, slow": (
-        lambda: GPT(attention=SlowAttention), tokens, dict(norms=5, activations=2, own_attention=2),
+        lambda: GPT(attention=SlowAttention), tokens, dict(norms=3, residual_norm=2, activations=2, own_attention=2),
         dict(plain_loss="the model's logits are kept"), {}),
     "hand-written": (
         Mixed, lambda: torch.randn(2, 24, 64), dict(norms=1, residual_norm=1, gated_mlp=1, sdpa_calls=1),
         dict(gated_mlp="computes no SwiGLU"), {}),
     "TransformerEncoder": (
-        lambda: Encoder(False), lambda: torch.randn(2, 24, 64), dict(norms=4), dict(sdpa_calls="inside torch"), {}),
+        lambda: Encoder(False), lambda: torch.randn(2, 24, 64), dict(residual_norm=2), dict(sdpa_calls="inside torch"), {}),
     "TransformerEncoder, norm first": (
-        lambda: Encoder(True), lambda: torch.randn(2, 24, 64), dict(norms=4), dict(sdpa_calls="inside torch"), {}),
+        lambda: Encoder(True), lambda: torch.randn(2, 24, 64), dict(norms=2, residual_norm=2),
+        dict(sdpa_calls="inside torch"), {}),
 }
 
 

@@ -194,10 +194,17 @@ def test_another_module_put_in_the_place_of_the_norm_is_called():
     assert torch.equal(model(x), plain)
 
 
+class LengthOne(OwnRMSNorm):
+    """Neither an RMSNorm nor a LayerNorm: each row is scaled to a length of one."""
+
+    def forward(self, x):
+        return x / (x.norm(dim=-1, keepdim=True) + self.eps) * self.weight
+
+
 def test_a_norm_of_another_formula_is_not_taken_for_part_of_the_sum():
     torch.manual_seed(0)
     model, x = nn.Sequential(Block()), torch.randn(3, 7, 32)
-    model[0].two = nn.LayerNorm(32)
+    model[0].two = LengthOne(32)
     found = recognise(model, as_call(x), Choices(), only=("residual_norm",))
     assert not found.sites and not found.left
 

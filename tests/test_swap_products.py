@@ -41,7 +41,7 @@ def test_the_rule_is_by_bytes_and_pads_to_whole_tiles():
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize(("made", "data", "counts", "left"), [
-    (odd_gpt, tokens, dict(norms=5, activations=2, sdpa_calls=2, aligned_mlp=2, aligned_linear=1),
+    (odd_gpt, tokens, dict(norms=3, residual_norm=2, activations=2, sdpa_calls=2, aligned_mlp=2, aligned_linear=1),
      dict(plain_loss="the model's logits are kept")),
     (odd_mixed, lambda: torch.randn(2, 24, 64), dict(norms=1, residual_norm=1, gated_mlp=1, sdpa_calls=1),
      dict(gated_mlp="computes no SwiGLU")),
@@ -53,7 +53,7 @@ def test_odd_sizes_are_replaced_right_as_a_whole_and_put_back(made, data, counts
 
 @pytest.mark.parametrize(("name", "options", "counts"), [
     ("GPT2", dict(n_embd=64, n_layer=2, n_head=4, n_positions=64, n_inner=INNER, resid_pdrop=0, embd_pdrop=0, attn_pdrop=0),
-     dict(causal_mask=1, norms=5, activations=2, attention=2, lm_head=1, aligned_mlp=2, aligned_linear=1)),
+     dict(causal_mask=1, norms=3, residual_norm=2, activations=2, attention=2, lm_head=1, aligned_mlp=2, aligned_linear=1)),
     ("Llama", dict(hidden_size=64, intermediate_size=INNER, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2),
      DECODER | dict(aligned_linear=1)),
 ])

@@ -9,7 +9,7 @@ from conftest import every_op, first_case, ragged_case, trained
 from whet.op import DTYPES, Cost, Impl, Op, as_tuple, discover
 from whet.verify import evaluate, poisoned_empty, verify, verify_case
 
-NORMS = [pytest.param(op, id=op.name) for name, op in discover().items() if name.endswith("rms_norm")]
+NORMS = [pytest.param(op, id=op.name) for name, op in discover().items() if name.endswith(("rms_norm", "layer_norm"))]
 CASE = dict(M=7, N=100)
 DTYPE_NAMES = ("float32", "float16", "bfloat16")
 
@@ -107,7 +107,7 @@ def test_one_percent_off_is_rejected_where_the_dtype_can_tell(op, part, dtype, d
     assert not verify(op, changed(op, by), op.inputs(dtype=DTYPES[dtype], device=device, **CASE)).ok
 
 
-@pytest.mark.parametrize("op", [p for p in NORMS if p.id == "add_rms_norm"])
+@pytest.mark.parametrize("op", [p for p in NORMS if p.id.startswith("add_")])
 @pytest.mark.parametrize("dtype", DTYPE_NAMES)
 def test_verifier_rejects_a_stale_residual(op, dtype, device):
     """The second output left as its input came, or zero."""

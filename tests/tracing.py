@@ -48,6 +48,8 @@ def steps():
     run = {name: op.impls["triton"].run for name, op in discover().items() if "triton" in op.impls}
     yield "rms_norm", lambda: run["rms_norm"](x, w)
     yield "add_rms_norm", lambda: run["add_rms_norm"](x, res, w)
+    yield "add_layer_norm", lambda: run["add_layer_norm"](x, res, w, w + 1)
+    yield "add_layer_norm no bias", lambda: run["add_layer_norm"](x, res, w)
     yield "layer_norm", lambda: run["layer_norm"](x, w, w + 1)
     yield "layer_norm no bias", lambda: run["layer_norm"](x, w)
     yield "swiglu", lambda: run["swiglu"](x, res)

@@ -55,6 +55,16 @@ def cost(x, w, b=None, eps=1e-5):
 
 
 @triton.jit
+def centred(x, in_row, N):
+    """A row's mean, and the row less that: centred twice, so that what rounding leaves of the mean is gone as well."""
+    mean = tl.sum(x, axis=1) / N
+    c = tl.where(in_row[None, :], x - mean[:, None], 0.0)
+    left = tl.div_rn(tl.sum(c, axis=1), tl.zeros_like(mean) + N)  # exact in a constant row, where c is a few steps of x
+    mean += left
+    return mean, tl.where(in_row[None, :], c - left[:, None], 0.0)
+
+
+@triton.jit
 def _layer_norm_kernel(
     x_ptr, w_ptr, b_ptr,  # inputs
     y_ptr, mean_ptr, rstd_ptr,  # outputs
@@ -78,11 +88,7 @@ def _layer_norm_kernel(
     if HAS_BIAS:
         b = tl.load(b_ptr + n, mask=n < N, other=0.0).to(tl.float32)
 
-    mean = tl.sum(x, axis=1) / N
-    c = tl.where((n < N)[None, :], x - mean[:, None], 0.0)
-    left = tl.div_rn(tl.sum(c, axis=1), tl.zeros_like(mean) + N)  # exact in a constant row, where c is a few steps of x
-    mean += left
-    c = tl.where((n < N)[None, :], c - left[:, None], 0.0)
+    mean, c = centred(x, n < N, N)
     rstd = 1.0 / tl.sqrt_rn((tl.sum(c * c, axis=1) / N + eps).to(tl.float32))  # Inductor hands eps over in 64 bits
     tl.store(mean_ptr + m, mean, mask=m < M)
     tl.store(rstd_ptr + m, rstd, mask=m < M)

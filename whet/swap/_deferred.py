@@ -79,7 +79,7 @@ class SelfWith:
         return self.__dict__["_whet_stand_in"](name, getattr(self.__dict__["_whet_module"], name))
 
     def __setattr__(self, name: str, value: Any) -> None:
-        setattr(self.__dict__["_whet_module"], name, value)
+        setattr(self.__dict__["_whet_module"], name, settled(value))
 
 
 class StandIn:

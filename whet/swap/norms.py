@@ -108,6 +108,16 @@ class KnownNorm:
     eps: float | None
     words: str
 
+    @property
+    def op(self) -> str:
+        """rms_norm or layer_norm."""
+        return FORMS[self.form][0]
+
+    def arguments(self, module: nn.Module, x: torch.Tensor) -> tuple:
+        """What its op takes after x: the weight, the bias of a LayerNorm, eps."""
+        w, eps = FORMS[self.form][1](module, x), eps_in(self.eps, x)
+        return (w, eps) if self.op == "rms_norm" else (w, getattr(module, "bias", None), eps)
+
 
 def known_norm(module: nn.Module, call: Met) -> KnownNorm | str | None:
     """What a norm computes; or why it is left; None: the module is none."""
@@ -124,12 +134,12 @@ def known_norm(module: nn.Module, call: Met) -> KnownNorm | str | None:
     return KnownNorm(type(module), form, eps, f"{form} of {x.shape[-1]}, eps {eps_in(eps, x):g}")
 
 
-def rms_norms_in(path: str, module: nn.Module, met: dict[str, Met]) -> Iterator[tuple[str, str, KnownNorm]]:
-    """(name, path, formula) of the children of a module that are RMSNorms."""
+def norms_in(path: str, module: nn.Module, met: dict[str, Met], *ops: str) -> Iterator[tuple[str, str, KnownNorm]]:
+    """(name, path, formula) of the children of a module that are norms by one of these ops."""
     for name, child in module.named_children():
         where = f"{path}.{name}" if path else name
         norm = known_norm(child, met[where]) if where in met else None
-        if isinstance(norm, KnownNorm) and FORMS[norm.form][0] == "rms_norm":
+        if isinstance(norm, KnownNorm) and norm.op in ops:
             yield name, where, norm
 
 

@@ -18,7 +18,7 @@ from whet.swap import Edit, Left, Met, Site
 from whet.swap._deferred import Deferred, SelfWith, StandIn, noticed, own_function, settled, watched
 from whet.swap._few import few, fewest_rows
 from whet.swap._globals import with_globals
-from whet.swap.norms import FORMS, KnownNorm, eps_in, rms_norms_in
+from whet.swap.norms import FORMS, KnownNorm, eps_in, norms_in
 from whet.swap.rotary import ARGUMENTS, NAME, own_forward, plain_options, tables_and_rows
 
 
@@ -106,7 +106,7 @@ def find(model: nn.Module, met: dict[str, Met]) -> Iterator[Site | Left]:
             continue
         if tuple(inspect.signature(own.__globals__[NAME]).parameters)[:4] != ARGUMENTS:
             continue
-        children = {name: (where, norm) for name, where, norm in rms_norms_in(path, module, met)}
+        children = {name: (where, norm) for name, where, norm in norms_in(path, module, met, "rms_norm")}
         norms = {name: norm for name, (_, norm) in children.items()}
         rotated = norms_rotated(module, own, norms, met[path]) if len(norms) > 1 else []
         used = {name: norm for name, norm in norms.items() if any(getattr(module, name) is m for m in rotated)}

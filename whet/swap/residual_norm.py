@@ -1,7 +1,8 @@
-"""The sum of a residual and the RMSNorm that follows it, in a block such as a decoder layer's: both results from one op.
+"""The sum of a residual and the RMSNorm or LayerNorm that follows it, in a block such as a decoder layer's: one op for both.
 
-`h = residual + attn(norm1(x)); out = h + mlp(norm2(h))`: the block's own forward runs with children whose results wait to be
-summed, and a sum waits for its norm. The children are called as modules, the norm that is part of the op apart.
+`h = residual + attn(norm1(x)); out = h + mlp(norm2(h))`, or `norm(dense(x) + residual)` where the norm comes last: the block's
+own forward runs with children whose results wait to be summed, and a sum waits for its norm. The children are called as
+modules, the norm that is part of the op apart.
 """
 
 import functools
@@ -10,15 +11,18 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import nn
 from torch.utils._pytree import tree_map
 
 from whet.choices import Choices
+from whet.op import autocast_of
 from whet.swap import Edit, Left, Met, Site
 from whet.swap._deferred import Deferred, SelfWith, StandIn, noticed, own_function, settled, watched
 from whet.swap._few import few, fewest_rows
-from whet.swap.norms import FORMS, KnownNorm, eps_in, rms_norms_in
+from whet.swap.norms import KnownNorm, norms_in
 
+NORMS = ("rms_norm", "layer_norm")  # the op of each with the sum inside is add_rms_norm, add_layer_norm
 ADDS = (torch.Tensor.add, torch.Tensor.__add__, torch.Tensor.__radd__, torch.add)
 
 
@@ -41,6 +45,8 @@ class Addend(Deferred):
     def __torch_function__(cls, func, types, args=(), kwargs=None):
         if func in ADDS and len(args) == 2 and not kwargs:
             return added(*args)
+        if func is F.dropout and len(args) == 1:
+            return dropped(args[0], **(kwargs or {}))
         return super().__torch_function__(func, types, args, kwargs)
 
 
@@ -64,6 +70,11 @@ def added(x: Any, res: Any) -> Any:
     return PendingSum(x, res) if x.is_floating_point() and res.is_floating_point() else x + res
 
 
+def dropped(value: Addend, p: float = 0.5, training: bool = True, inplace: bool = False) -> Addend:
+    """F.dropout of a child's result: itself where nothing is dropped, else ready to be summed as before."""
+    return value if p == 0 or not training else Addend(F.dropout(value.tensor(), p, training, inplace))
+
+
 def addends(out: Any) -> Any:
     """A child's result, or each of several, ready to be summed."""
     if isinstance(out, torch.Tensor):
@@ -79,48 +90,75 @@ def call_child(module: nn.Module, *args, **kwargs) -> Any:
     return addends(module(*map(settled, args), **{k: settled(v) for k, v in kwargs.items()}))
 
 
+def widened(norm: KnownNorm, h: PendingSum) -> bool:
+    """Whether autocast may compute the module's LayerNorm in float32 and return that; the op keeps the dtype of the sum."""
+    return norm.op == "layer_norm" and autocast_of(h.x) is not None and torch.float32 not in (h.x.dtype, h.res.dtype)
+
+
 def call_norm(module: nn.Module, *args, norm: KnownNorm, op: Callable, note: Callable, **kwargs) -> Any:
     """The norm of a sum that waits, and that sum, from the op; of anything else, the module's own."""
     h = args[0] if len(args) == 1 and not kwargs else None
     if not isinstance(h, PendingSum) or h.sum is not None or type(module) is not norm.type:
         return call_child(module, *args, **kwargs)
     note(module)
-    if watched(module):
+    if watched(module) or widened(norm, h):
         return call_child(module, *args, **kwargs)
-    y, h.sum = op(h.x, h.res, FORMS[norm.form][1](module, h.x), eps_in(norm.eps, h.x))
+    y, h.sum = op(h.x, h.res, *norm.arguments(module, h.x))
     return Addend(y)
 
 
-def run(module: nn.Module, own: Callable, op: Callable, norms: dict[str, KnownNorm], call: Met, note: Callable) -> Any:
-    """The module's own forward, its children standing in for themselves."""
+Summed = dict[str, tuple[KnownNorm, Callable]]  # {name of a child: what it computes, the op of that and the sum}
+
+
+def with_ops(norms: dict[str, KnownNorm], ops: Choices) -> Summed:
+    return {name: (norm, getattr(ops, f"add_{norm.op}")) for name, norm in norms.items()}
+
+
+def is_part(module: nn.Module, name: str, value: Any) -> bool:
+    """Whether an attribute is a method of its class's own beside forward, as TransformerEncoderLayer._sa_block is."""
+    if not isinstance(value, types.MethodType) or value.__self__ is not module or hasattr(nn.Module, name):
+        return False
+    return isinstance(value.__func__, types.FunctionType) and not checkpoints(value.__func__)
+
+
+def run(module: nn.Module, own: Callable, norms: Summed, call: Met, note: Callable) -> Any:
+    """The module's own forward, and the methods that it calls, its children standing in for themselves."""
     def stand_in(name: str, value: Any) -> Any:
+        if is_part(module, name, value):
+            return types.MethodType(value.__func__, seen)
         if not isinstance(value, nn.Module):
             return value
-        special = functools.partial(call_norm, norm=norms[name], op=op, note=note) if name in norms else None
-        return StandIn(value, special or call_child)
+        if name not in norms:
+            return StandIn(value, call_child)
+        norm, op = norms[name]
+        return StandIn(value, functools.partial(call_norm, norm=norm, op=op, note=note))
 
-    out = own(SelfWith(module, stand_in), *call.args, **call.kwargs)
+    seen = SelfWith(module, stand_in)
+    out = own(seen, *call.args, **call.kwargs)
     return settled(out) if isinstance(out, (Deferred, torch.Tensor)) else tree_map(settled, out)
 
 
-def replaced(own: Callable, op: Callable, norms: dict[str, KnownNorm], fewest: int) -> Callable:
+def replaced(own: Callable, norms: Summed, fewest: int) -> Callable:
     def forward(self, *args, **kwargs):
         if few(args, kwargs, fewest) or torch.compiler.is_compiling():  # Inductor fuses the sum into the norm's formula itself
             return own(self, *args, **kwargs)
-        return run(self, own, op, norms, Met(args, kwargs), lambda module: None)
+        return run(self, own, norms, Met(args, kwargs), lambda module: None)
 
     return forward
 
 
+def checkpoints(function: types.FunctionType) -> bool:
+    return any("checkpoint" in name for name in function.__code__.co_names)
+
+
 def is_block(module: nn.Module, own: types.FunctionType) -> bool:
     """Whether every module that its forward calls is a child by name, called there and then: no list, no checkpoint inside."""
-    lists = any(isinstance(child, (nn.ModuleList, nn.ModuleDict)) for child in module.children())
-    return not lists and not any("checkpoint" in name for name in own.__code__.co_names)
+    return not checkpoints(own) and not any(isinstance(child, (nn.ModuleList, nn.ModuleDict)) for child in module.children())
 
 
 def norms_of_sums(module: nn.Module, own: Callable, norms: dict[str, KnownNorm], call: Met) -> list[nn.Module]:
     """The norms that are given a sum with a child's result in one run of the module."""
-    return noticed(module, lambda note: run(module, own, Choices().add_rms_norm, norms, call, note))
+    return noticed(module, lambda note: run(module, own, with_ops(norms, Choices()), call, note))
 
 
 def find(model: nn.Module, met: dict[str, Met]) -> Iterator[Site | Left]:
@@ -128,7 +166,7 @@ def find(model: nn.Module, met: dict[str, Met]) -> Iterator[Site | Left]:
         own = own_function(module)
         if path not in met or own is None or not is_block(module, own):
             continue
-        children = {name: (where, norm) for name, where, norm in rms_norms_in(path, module, met)}
+        children = {name: (where, norm) for name, where, norm in norms_in(path, module, met, *NORMS)}
         norms = {name: norm for name, (_, norm) in children.items()}
         summed = norms_of_sums(module, own, norms, met[path]) if norms else []
         free = {n: norms[n] for n in norms if any(getattr(module, n) is m and not watched(m) for m in summed)}
@@ -141,7 +179,7 @@ def find(model: nn.Module, met: dict[str, Met]) -> Iterator[Site | Left]:
         def edits(module, ops, norms=free, fewest=fewest):
             own = own_function(module)
             assert own is not None
-            return [Edit(module, "forward", types.MethodType(replaced(own, ops.add_rms_norm, norms, fewest), module))]
+            return [Edit(module, "forward", types.MethodType(replaced(own, with_ops(norms, ops), fewest), module))]
 
         words = ", ".join(sorted({norm.words for norm in free.values()}))
         covers = tuple(("norms", children[name][0]) for name in free)
