@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from torch import nn
 
 from whet.swap import Edit, Left, Met, Site
-from whet.swap._padded import Pads, fewest_rows, multiply, odd, pads_of, rows_of, sizes
+from whet.swap._padded import Pads, covered_biases, fewest_rows, multiply, odd, pads_of, rows_of, sizes
 from whet.swap._proof import plainly_called
 from whet.swap.aligned_mlp import linears_of_mlps
 
@@ -43,5 +43,5 @@ def find(model: nn.Module, met: dict[str, Met]) -> Iterator[Site | Left]:
         more, (k, n) = pads_of(module), sizes(module)
         yield Site(
             path, module, edits_with(more, fewest_rows(met[path])), f"linear of {k} to {n}", form=described(k, n, more),
-            asks=False,
+            asks=False, covers=covered_biases(path, module, ("",)),
         )

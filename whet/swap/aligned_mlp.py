@@ -15,7 +15,9 @@ from torch import nn
 from whet.alignment import SMALL, padded_size, pads
 from whet.choices import Choices
 from whet.swap import Edit, Left, Met, Site, new_forward
-from whet.swap._padded import Pads, fewest_rows, multiply, only_weights, pads_of, product_dtype, rows_of, sizes, unhooked
+from whet.swap._padded import (
+    Pads, covered_biases, fewest_rows, multiply, only_weights, pads_of, product_dtype, rows_of, sizes, unhooked,
+)
 from whet.swap._proof import cast, close, copied, edited, plainly_called, random_kept
 from whet.swap.gated_mlp import gated_linears
 
@@ -104,6 +106,7 @@ def site_of(path: str, module: nn.Module, call: Met) -> tuple[Site, Inner] | Non
         site = Site(
             path, module, edits_with(inner, fewest_rows(call)), f"inner size {inner.size} between {', '.join(inner.names)}",
             form=f"padded to {padded_size(inner.size)}", serves=served_by(len(inner.names)), asks=False,
+            covers=covered_biases(path, module, inner.names),
         )
         if works(site, call):
             return site, inner

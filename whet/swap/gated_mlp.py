@@ -16,7 +16,9 @@ from torch import nn
 from whet.alignment import SMALL, pads
 from whet.swap import Edit, Edits, Left, Met, Site, new_forward
 from whet.swap._packed import is_plain
-from whet.swap._padded import Pads, fewest_rows, multiply, multiply_both, odd, only_weights, product_dtype, rows_of, sizes
+from whet.swap._padded import (
+    Pads, covered_biases, fewest_rows, multiply, multiply_both, odd, only_weights, product_dtype, rows_of, sizes,
+)
 from whet.swap._proof import Float64Everywhere, close, copied, plainly_called, random_kept
 
 CLOSE = 1e-5  # of the size of the result; of several formulas as close as that, the nearest
@@ -213,5 +215,6 @@ def find(model: nn.Module, met: dict[str, Met]) -> Iterator[Site | Left]:
         inside = [n for n, _ in module.named_children() if n not in form.names]
         yield Site(
             path, module, edits_with(form), words, form=apart_name if len(form.names) == 3 else "", forms=forms,
-            covers=tuple(("activations", f"{path}.{n}" if path else n) for n in inside),
+            covers=tuple(("activations", f"{path}.{n}" if path else n) for n in inside)
+            + covered_biases(path, module, form.names),
         )
