@@ -6,7 +6,7 @@ from dataclasses import replace
 import pytest
 import torch
 from odd_sizes import odd_gpt, tokens
-from swapping import FAMILIES, GPT, batch, built, state, with_biases
+from swapping import FAMILIES, GPT, batch, biased, built, state
 from test_swap_families import tokens as own_tokens
 from torch import nn
 
@@ -70,7 +70,7 @@ def test_every_bias_of_a_model_is_summed_by_the_op_with_the_models_loss_and_grad
     want, before = stepped(model, call), state(model)
     found = recognise(model, call, Choices(), only=(KIND,))
     count, calls = MODELS[name]
-    assert len(found.sites) == count and not found.left and sorted(paths(found)) == sorted(with_biases(model))
+    assert len(found.sites) == count and not found.left and sorted(paths(found)) == sorted(biased(model))
     assert asked(found, model, call) == calls
     for choices in (Choices(), TRITON):
         found.restore()
@@ -184,7 +184,7 @@ def test_linears_that_run_padded_are_covered_and_come_back_where_they_do_not():
     found = recognise(model, call, Choices())
     inside = {f"h.{i}.mlp.{j}" for i in (0, 1) for j in (0, 2)}
     mine = {s.path for s, _ in found.sites if s.kind == KIND}
-    assert mine == set(with_biases(model)) - inside and {s.path for s in found.covered if s.kind == KIND} == inside
+    assert mine == set(biased(model)) - inside and {s.path for s in found.covered if s.kind == KIND} == inside
     more = prove_covered(found, Choices(), {(KIND, path) for path in inside})
     for kept in (True, False):
         way = Way("eager", Choices(), grouped(found.sites))

@@ -4,9 +4,7 @@ from collections import Counter
 
 import pytest
 import torch
-from swapping import (
-    FAMILIES, GPT, NO_SWIGLU, CausalSelfAttention, Encoder, Mixed, SlowAttention, batch, built, state, with_biases,
-)
+from swapping import FAMILIES, GPT, NO_SWIGLU, CausalSelfAttention, Encoder, Mixed, SlowAttention, batch, biased, built, state
 from torch import nn
 from torch.utils._pytree import tree_leaves
 
@@ -31,8 +29,8 @@ def held(model: nn.Module, data, counts: dict, left: dict, **options) -> None:
     sites = [s for s, _ in found.sites]
     counted = Counter(s.kind for s in sites if s.kind != "biased_linear")
     assert counted == counts, [(x.kind, x.path, x.why) for x in found.left]
-    biased = [s.path for s in sites + found.covered if s.kind == "biased_linear"]
-    assert sorted(biased) == sorted(with_biases(model)), "each linear layer with a bias, once"
+    with_bias = [s.path for s in sites + found.covered if s.kind == "biased_linear"]
+    assert sorted(with_bias) == sorted(biased(model)), "each linear layer with a bias, once"
     reasons = {"gated_mlp": NO_SWIGLU} | {kind: (why,) if isinstance(why, str) else why for kind, why in left.items()}
     # Which linears of an attention have the sizes of an MLP's, and whether T5's goes by the interface, is the version's.
     free = {"gated_mlp"} | (set() if any(asks_interface(m) for m in model.modules()) else {"attention"})

@@ -5,7 +5,6 @@ a slice: little at many rows, more than the product at few. So a layer that meet
 weight is held until the backward, which multiplies by it: as much memory again as the weights that are padded.
 """
 
-from collections.abc import Iterable
 from typing import Any, NamedTuple
 
 import torch
@@ -40,17 +39,6 @@ def unhooked(module: Any) -> bool:
 def only_weights(module: Any) -> bool:
     """Whether its weight and bias say all of a linear layer: nothing would be missed if it were not called."""
     return unhooked(module) and "forward" not in vars(module)
-
-
-def bias_trained(module: Any) -> bool:
-    """Plain, with a bias that asks for a gradient, and not too small to matter: what biased_linear is for."""
-    return plain(module) and module.bias is not None and module.bias.requires_grad and min(module.weight.shape) >= SMALL
-
-
-def covered_biases(path: str, module: nn.Module, names: Iterable[str]) -> tuple[tuple[str, str], ...]:
-    """What a site at a path covers of biased_linear's: those of these linears inside, "" for the module itself."""
-    trained = [n for n in names if bias_trained(module.get_submodule(n))]
-    return tuple(("biased_linear", ".".join(filter(None, (path, n)))) for n in trained)
 
 
 def sizes(linear: Any) -> tuple[int, int]:

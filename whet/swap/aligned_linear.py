@@ -10,7 +10,8 @@ from collections.abc import Iterator
 from torch import nn
 
 from whet.swap import Edit, Left, Met, Site
-from whet.swap._padded import Pads, covered_biases, fewest_rows, multiply, odd, pads_of, rows_of, sizes
+from whet.swap._biases import covered_biases
+from whet.swap._padded import Pads, fewest_rows, multiply, odd, pads_of, rows_of, sizes
 from whet.swap._proof import plainly_called
 from whet.swap.aligned_mlp import linears_of_mlps
 

@@ -15,9 +15,8 @@ from torch import nn
 from whet.alignment import SMALL, padded_size, pads
 from whet.choices import Choices
 from whet.swap import Edit, Left, Met, Site, new_forward
-from whet.swap._padded import (
-    Pads, covered_biases, fewest_rows, multiply, only_weights, pads_of, product_dtype, rows_of, sizes, unhooked,
-)
+from whet.swap._biases import covered_biases
+from whet.swap._padded import Pads, fewest_rows, multiply, only_weights, pads_of, product_dtype, rows_of, sizes, unhooked
 from whet.swap._proof import cast, close, copied, edited, plainly_called, random_kept
 from whet.swap.gated_mlp import gated_linears
 

@@ -1,4 +1,4 @@
-"""Linear layers with a bias, in training: the gradient of the bias is summed over rows by a kernel, the products stay as they are.
+"""Linear layers with a bias, in training: its gradient is summed over rows by a kernel, the products stay as they are.
 
 Where only values are asked for, for few rows, and under torch.compile, where Inductor sums it itself, the layer runs as it was.
 """
@@ -10,7 +10,8 @@ import torch
 from torch import nn
 
 from whet.swap import Edit, Left, Met, Site
-from whet.swap._padded import Pads, bias_trained, matrix, rows_of, sizes
+from whet.swap._biases import bias_trained
+from whet.swap._padded import Pads, matrix, rows_of, sizes
 from whet.swap._proof import plainly_called
 
 FEWEST = 1024  # rows: fewer are summed in less time than a launch takes

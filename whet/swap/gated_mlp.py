@@ -15,10 +15,9 @@ from torch import nn
 
 from whet.alignment import SMALL, pads
 from whet.swap import Edit, Edits, Left, Met, Site, new_forward
+from whet.swap._biases import covered_biases
 from whet.swap._packed import is_plain
-from whet.swap._padded import (
-    Pads, covered_biases, fewest_rows, multiply, multiply_both, odd, only_weights, product_dtype, rows_of, sizes,
-)
+from whet.swap._padded import Pads, fewest_rows, multiply, multiply_both, odd, only_weights, product_dtype, rows_of, sizes
 from whet.swap._proof import Float64Everywhere, close, copied, plainly_called, random_kept
 
 CLOSE = 1e-5  # of the size of the result; of several formulas as close as that, the nearest

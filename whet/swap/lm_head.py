@@ -17,8 +17,8 @@ from torch import nn
 
 from whet.figures import error_line
 from whet.swap import Edit, Left, Met, Site, new_forward
+from whet.swap._biases import covered_biases
 from whet.swap._packed import is_plain
-from whet.swap._padded import covered_biases
 from whet.swap._proof import outputs_left
 
 
