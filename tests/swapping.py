@@ -175,6 +175,12 @@ def built(name: str, dtype: torch.dtype = torch.bfloat16) -> nn.Module:
     return model.to(dtype).train()
 
 
+def biased(model: nn.Module) -> list[str]:
+    """Paths of the linear layers that biased_linear is for, in training: each is a site of its own, or covered by another."""
+    linears = [(path, m) for path, m in model.named_modules() if type(m) is nn.Linear or type(m).__name__ == "Conv1D"]
+    return [path for path, m in linears if m.bias is not None and min(m.weight.shape) >= 64]
+
+
 def state(model: nn.Module) -> dict:
     """All that could be left changed: attributes of every module and config, modes, hooks."""
     kept = ("_parameters", "_buffers", "_modules")

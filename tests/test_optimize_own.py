@@ -221,7 +221,7 @@ def test_what_is_proved_of_a_users_model_is_swapped_in_copies_of_it(train, uncom
 
 
 def test_a_model_whose_parts_cannot_be_looked_at_runs_as_it_is(uncompiled, monkeypatch):
-    def broken(*args):
+    def broken(*args, **options):
         raise RuntimeError("upstream drifted")
 
     monkeypatch.setattr(whet.subjects, "recognise", broken)

@@ -253,7 +253,7 @@ def test_neighbours_are_sizes_that_share_the_bucket():
     ("add_layer_norm", dict(M=100, N=64)), ("add_layer_norm", dict(M=100, N=64, bias=False)),
     ("swiglu", dict(M=100, N=64)), ("gelu", dict(M=100, N=64)), ("cross_entropy", dict(M=100, V=64, ignored="none")),
     ("cross_entropy", dict(M=100, V=64, ignored="none", reduction="none")),
-    ("linear_cross_entropy", dict(M=100, D=16, V=64, ignored="none")),
+    ("linear_bias", dict(M=100, K=16, N=64)), ("linear_cross_entropy", dict(M=100, D=16, V=64, ignored="none")),
     ("linear_cross_entropy", dict(M=100, D=16, V=64, ignored="none", bias=True)),
     ("geglu", dict(M=100, N=64)), ("geglu", dict(M=100, N=64, packed=True, approximate="tanh")),
     ("attention", dict(B=2, H=4, KV=2, Lq=200, Lk=300, D=16)),

@@ -1,7 +1,9 @@
 """whet step: one row for each way of a training step, what cannot run costs its row, and the command around it."""
 
 import json
+import re
 import sys
+from pathlib import Path
 from types import ModuleType
 
 import pytest
@@ -10,10 +12,24 @@ from rich.console import Console
 from swapping import batch, built
 from test_cli import error_lines, invoke
 
+import whet.ops
 from whet import step_rivals
 from whet.lock import Lock
 from whet.report import step_tables
-from whet.step_rivals import AS_IT_IS, COMPILED, LIGER, OPTIMIZED, STEP, WAYS, StepOptions, ligered, patched, raced_steps
+from whet.step_rivals import (
+    AS_IT_IS,
+    COMPILED,
+    LIGER,
+    OPTIMIZED,
+    REST,
+    STEP,
+    WAYS,
+    StepOptions,
+    ligered,
+    part_of,
+    patched,
+    raced_steps,
+)
 
 transformers = pytest.importorskip("transformers")
 LLAMA = dict(vocab_size=96, hidden_size=32, intermediate_size=48, num_hidden_layers=1, num_attention_heads=2,
@@ -95,6 +111,27 @@ def test_a_profiler_that_fails_costs_its_own_figures_alone(quick, monkeypatch):
     monkeypatch.setattr(step_rivals, "busy_ms", lambda run: 1 / 0)
     row = raced(AS_IT_IS)[AS_IT_IS]
     assert row["timing"]["ms"] > 0 and "busy_ms" not in row and "why" not in row
+
+
+def kernels() -> list[tuple[str, str]]:
+    """(op or module, kernel) of every Triton or Gluon kernel that an op launches, as its file has it."""
+    found = []
+    for path in Path(whet.ops.__file__).parent.rglob("*.py"):
+        text, inside = path.read_text(), path.relative_to(Path(whet.ops.__file__).parent).parts[0]
+        found += [(inside, name) for name in re.findall(r"^@(?:triton|gluon)\.jit.*\ndef (\w+_kernel)\(", text, re.M)]
+    return found
+
+
+def test_whets_kernels_of_attention_are_attention_and_no_other_op_has_one_that_is():
+    inside = ("attention", "attention_spans")
+    ours = [name for op, name in kernels() if op in inside]
+    assert {"_forward_kernel", "_forward_hopper_kernel", "_dq_kernel", "_dkdv_kernel", "_delta_kernel", "_one_tile_kernel",
+            "_fused_kernel", "_spans_dq_kernel"} <= set(ours)
+    assert {name: part_of(name) for name in ours} == dict.fromkeys(ours, "attention")
+    others = [name for op, name in kernels() if op not in inside]
+    assert len(others) > 20 and "attention" not in {part_of(name) for name in others}
+    assert part_of("triton_poi_fused_add_0") == part_of("_row_sums_kernel") == REST
+    assert part_of("nvjet_tst_128x256") == "products"
 
 
 def test_without_the_step_as_it_is_nothing_is_compared_and_where_none_runs_there_are_reasons(quick, monkeypatch):

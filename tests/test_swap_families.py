@@ -4,7 +4,7 @@ from collections import Counter
 
 import pytest
 import torch
-from swapping import FAMILIES, GPT, NO_SWIGLU, CausalSelfAttention, Encoder, Mixed, SlowAttention, batch, built, state
+from swapping import FAMILIES, GPT, NO_SWIGLU, CausalSelfAttention, Encoder, Mixed, SlowAttention, batch, biased, built, state
 from torch import nn
 from torch.utils._pytree import tree_leaves
 
@@ -26,7 +26,11 @@ def held(model: nn.Module, data, counts: dict, left: dict, **options) -> None:
     expected = outputs(model, call)  # first: a forward of Transformers' may set its config's problem_type
     before, weights = state(model), {k: v.clone() for k, v in model.state_dict().items()}
     found = recognise(model, call, Choices(), **options)
-    assert Counter(s.kind for s, _ in found.sites) == counts, [(x.kind, x.path, x.why) for x in found.left]
+    sites = [s for s, _ in found.sites]
+    counted = Counter(s.kind for s in sites if s.kind != "biased_linear")
+    assert counted == counts, [(x.kind, x.path, x.why) for x in found.left]
+    with_bias = [s.path for s in sites + found.covered if s.kind == "biased_linear"]
+    assert sorted(with_bias) == sorted(biased(model)), "each linear layer with a bias, once"
     reasons = {"gated_mlp": NO_SWIGLU} | {kind: (why,) if isinstance(why, str) else why for kind, why in left.items()}
     # Which linears of an attention have the sizes of an MLP's, and whether T5's goes by the interface, is the version's.
     free = {"gated_mlp"} | (set() if any(asks_interface(m) for m in model.modules()) else {"attention"})
@@ -109,7 +113,7 @@ def attention(**options) -> tuple[nn.Module, torch.Tensor]:
 @pytest.mark.parametrize("impl", ["torch", "triton"])
 def test_an_own_call_of_sdpa_compiles_in_one_graph(impl):
     model, x = attention()
-    found = recognise(model, as_call(x), Choices())
+    found = recognise(model, as_call(x), Choices(), only=("sdpa_calls",))
     assert [s.kind for s, _ in found.sites] == ["sdpa_calls"]
     plain = model(x)
     found.ask(Choices(default=impl))
@@ -122,7 +126,7 @@ def test_an_own_call_of_sdpa_compiles_in_one_graph(impl):
 
 def test_an_own_call_of_sdpa_with_dropout_is_left_in_training_and_dropout_later_goes_to_torch():
     model, x = attention(dropout=0.5)
-    found = recognise(model.train(), as_call(x), Choices())
+    found = recognise(model.train(), as_call(x), Choices(), only=("sdpa_calls",))
     assert not found.sites and "dropout" in found.left[0].why
     found = recognise(model.eval(), as_call(x), Choices())
     assert len(found.sites) == 1
@@ -164,7 +168,7 @@ def asked_in(found, model: nn.Module, x: torch.Tensor) -> bool:
 
 def test_written_out_attention_is_served_up_to_the_length_that_was_proved():
     model, x = slow()
-    found = recognise(model, as_call(x), Choices())
+    found = recognise(model, as_call(x), Choices(), only=("own_attention",))
     assert [s.words for s, _ in found.sites] == ["causal self-attention of 4 heads, to 160 tokens"]
     assert asked_in(found, model, torch.randn(1, 160, 64)) and asked_in(found, model.eval(), x)
     model[0].attn_dropout.p = 0.5
@@ -173,7 +177,7 @@ def test_written_out_attention_is_served_up_to_the_length_that_was_proved():
 
 def test_a_window_longer_than_the_batch_is_seen():
     model, x = slow(window=60)
-    found = recognise(model, as_call(x), Choices())
+    found = recognise(model, as_call(x), Choices(), only=("own_attention",))
     assert [s.words for s, _ in found.sites] == ["causal self-attention of 4 heads, to 24 tokens"]
     assert asked_in(found, model, x) and not asked_in(found, model, torch.randn(1, 100, 64))
     model, x = slow(window=8)
@@ -182,7 +186,7 @@ def test_a_window_longer_than_the_batch_is_seen():
 
 def test_written_out_attention_with_dropout_is_left_in_training_and_takes_its_own_way_there_later():
     model, x = slow(dropout=0.5)
-    found = recognise(model.train(), as_call(x), Choices())
+    found = recognise(model.train(), as_call(x), Choices(), only=("own_attention",))
     assert not found.sites and "drops out" in found.left[0].why
     found = recognise(model.eval(), as_call(x), Choices())
     assert asked_in(found, model, x)
@@ -195,7 +199,7 @@ def test_written_out_attention_with_an_output_of_zeros_is_known_all_the_same():
     model, x = slow()
     nn.init.zeros_(model[0].c_proj.weight)
     nn.init.zeros_(model[0].c_proj.bias)
-    assert [s.words[:6] for s, _ in recognise(model, as_call(x), Choices()).sites] == ["causal"]
+    assert [s.words[:6] for s, _ in recognise(model, as_call(x), Choices(), only=("own_attention",)).sites] == ["causal"]
 
 
 def test_written_out_attention_keeps_its_own_way_while_it_is_compiled():

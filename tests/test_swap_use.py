@@ -139,8 +139,8 @@ def test_a_plain_model_in_training_gives_up_its_logits_only_where_that_is_asked(
     model, tokens = GPT(), (batch()["input_ids"], batch()["labels"])
     optimize(model, tokens, keep_logits=keep_logits, seconds=0.001)
     shown, kinds = str(model.whet), {g.kind for g in model.whet.groups}
-    loss = {"plain_loss"} if keep_logits is False else set()
-    assert kinds == {"norms", "residual_norm", "activations", "sdpa_calls"} | loss
+    expected = {"norms", "residual_norm", "activations", "sdpa_calls", "biased_linear"}
+    assert kinds == expected | ({"plain_loss"} if keep_logits is False else set())
     assert ("optimize(keep_logits=False)" in shown) == (keep_logits is not False) and "wrong" not in shown
     assert keep_logits is False or model(*tokens)[0] is not None
 

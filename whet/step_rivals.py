@@ -26,7 +26,8 @@ from whet.workload import Workload
 AS_IT_IS, LIGER, COMPILED, OPTIMIZED, STEP = "as it is", "liger", "torch.compile", "whet.optimize", "whet.compile_step"
 WAYS = (AS_IT_IS, LIGER, COMPILED, OPTIMIZED, STEP)
 PARTS = {  # of a kernel's name: the first that fits
-    "attention": r"sdpa|fmha|flash|attention|attend|_bwd_d(q|kv)|span",
+    "attention": r"sdpa|fmha|flash|attention|attend|_bwd_d(q|kv)|span"
+    r"|^_(fp8_)?(forward|dq|dkdv|delta|one_tile|fused|quantize|reach)(_hopper)?_kernel",  # whet's own
     "optimizer": r"multi_tensor|adam",
     "products": r"gemm|nvjet|cutlass|cublas|splitK|matmul|_mm_",
 }
@@ -168,6 +169,11 @@ def ready(way: str, base: nn.Module, batch: dict, asked: StepOptions, progress: 
     return WayOfStep(model, run, held, took, again, tuple(notes))
 
 
+def part_of(kernel: str) -> str:
+    """The part of a step that a kernel of this name belongs to."""
+    return next((part for part, names in PARTS.items() if re.search(names, kernel, re.IGNORECASE)), REST)
+
+
 def busy_ms(run: Callable[[], Any]) -> dict:
     """What the GPU is busy with in one step, by part, and how many kernels that takes."""
     if not torch.cuda.is_available():
@@ -180,8 +186,7 @@ def busy_ms(run: Callable[[], Any]) -> dict:
     kernels = [e for e in taken.events() if e.device_type == torch.autograd.DeviceType.CUDA]
     found = dict.fromkeys((REST, *PARTS), 0.0)
     for e in kernels:
-        part = next((p for p, names in PARTS.items() if re.search(names, e.name, re.IGNORECASE)), REST)
-        found[part] += e.device_time / 1e3
+        found[part_of(e.name)] += e.device_time / 1e3
     return {"busy_ms": {k: round(v, 3) for k, v in found.items()}, "kernels": len(kernels)}
 
 

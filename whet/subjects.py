@@ -214,7 +214,7 @@ class Given:
         """(path, edits) of each part that an op computes, proved on a copy; edits(module, ops) replaces it in another."""
         work = self._copy()
         try:
-            found = recognise(work.model, Met(work.args, work.kwargs), Choices())
+            found = recognise(work.model, Met(work.args, work.kwargs), Choices(), train=work.kind == "train")
         except Exception as e:  # what cannot be recognised runs as it is
             self.notes.append(f"no part of the model was replaced: {error_line(e)}")
             return []

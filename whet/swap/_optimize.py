@@ -211,7 +211,9 @@ def _attempt(report: Optimized, asked: OptimizeTask, decided: Decisions) -> bool
 def _decide(report: Optimized, asked: OptimizeTask, decided: Decisions) -> bool:
     model, keep_logits = report.model, asked.keep_logits if asked.train else True
     asked.progress("looking for what can be replaced", 0, 1)
-    report.replaced = found = recognise(model, asked.calls[0], Choices(), keep_logits=keep_logits, known=decided.verdicts)
+    report.replaced = found = recognise(
+        model, asked.calls[0], Choices(), keep_logits=keep_logits, known=decided.verdicts, train=asked.train
+    )
     if not found.sites:
         report.note = "nothing was replaced"
         return True

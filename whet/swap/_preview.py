@@ -23,7 +23,7 @@ def preview(
     lock   whose times of these groups are shown, where it has them
     """
     with begun(model, batch, mode, loss) as (report, works, calls):
-        report.dry, report.replaced = True, recognise(model, calls[0], Choices())
+        report.dry, report.replaced = True, recognise(model, calls[0], Choices(), train=works[0].kind == "train")
         sites = report.replaced.sites
         decided = Decisions(lock or Lock.read(), model, calls, works[0].kind, (None, "", ()), modes_here())
         decided.find(report.replaced.proposed)

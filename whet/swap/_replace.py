@@ -171,17 +171,18 @@ def quiet(model: nn.Module) -> Iterator[None]:
 
 def recognise(
     model: nn.Module, call: Met, ops: Choices, only: tuple[str, ...] = (), keep_logits: bool | None = None,
-    known: Known = lambda sites, seen, ops: {},
+    known: Known = lambda sites, seen, ops: {}, train: bool = True,
 ) -> Replaced:
     """Find and prove, without changing the model.
 
     only   names of recognisers; keep_logits as optimize() takes it
     known  known(sites, what modules met, ops) -> {id of a site: its verdict} of those that need no proof of their own
+    train  False: recognisers are asked with gradients disabled, as the model then runs
     """
     found, seen = Replaced(model), met_in(model, cut(call))
     proved: dict[int, tuple[Site, Verdict]] = {}
     with uncached(model):
-        with found_once():
+        with found_once(), contextlib.nullcontext() if train else torch.no_grad():
             sites = _proposed(model, seen, only, found, keep_logits)
         verdicts, gone = known(sites, seen, ops), set[tuple[str, str]]()
         for site in sorted(sites, key=lambda s: not s.covers):

@@ -10,6 +10,7 @@ from collections.abc import Iterator
 from torch import nn
 
 from whet.swap import Edit, Left, Met, Site
+from whet.swap._biases import covered_biases
 from whet.swap._few import fewest_rows, rows_of
 from whet.swap._padded import Pads, multiply, odd, pads_of, sizes
 from whet.swap._proof import plainly_called
@@ -44,5 +45,5 @@ def find(model: nn.Module, met: dict[str, Met]) -> Iterator[Site | Left]:
         more, (k, n) = pads_of(module), sizes(module)
         yield Site(
             path, module, edits_with(more, fewest_rows(met[path])), f"linear of {k} to {n}", form=described(k, n, more),
-            asks=False,
+            asks=False, covers=covered_biases(path, module, ("",)),
         )

@@ -15,6 +15,7 @@ from torch import nn
 from whet.alignment import SMALL, padded_size, pads
 from whet.choices import Choices
 from whet.swap import Edit, Left, Met, Site, new_forward
+from whet.swap._biases import covered_biases
 from whet.swap._few import fewest_rows, rows_of
 from whet.swap._padded import Pads, multiply, only_weights, pads_of, product_dtype, sizes, unhooked
 from whet.swap._proof import cast, close, copied, edited, plainly_called, random_kept
@@ -105,6 +106,7 @@ def site_of(path: str, module: nn.Module, call: Met) -> tuple[Site, Inner] | Non
         site = Site(
             path, module, edits_with(inner, fewest_rows(call)), f"inner size {inner.size} between {', '.join(inner.names)}",
             form=f"padded to {padded_size(inner.size)}", serves=served_by(len(inner.names)), asks=False,
+            covers=covered_biases(path, module, inner.names),
         )
         if works(site, call):
             return site, inner

@@ -17,6 +17,7 @@ from torch import nn
 from whet.alignment import SMALL, pads
 from whet.swap import Edit, Edits, Left, Met, Site, new_forward
 from whet.swap._alike import alike
+from whet.swap._biases import covered_biases
 from whet.swap._few import fewest_rows
 from whet.swap._packed import is_plain
 from whet.swap._padded import Pads, multiply, multiply_both, odd, only_weights, product_dtype, sizes
@@ -217,5 +218,6 @@ def find(model: nn.Module, met: dict[str, Met]) -> Iterator[Site | Left]:
         inside = [n for n, _ in module.named_children() if n not in form.names]
         yield Site(
             path, module, edits_with(form, fewest), words, form=apart_name if len(form.names) == 3 else "", forms=forms,
-            covers=tuple(("activations", f"{path}.{n}" if path else n) for n in inside),
+            covers=tuple(("activations", f"{path}.{n}" if path else n) for n in inside)
+            + covered_biases(path, module, form.names),
         )

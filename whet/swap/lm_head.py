@@ -17,6 +17,7 @@ from torch import nn
 
 from whet.figures import error_line
 from whet.swap import Edit, Left, Met, Site, new_forward
+from whet.swap._biases import covered_biases
 from whet.swap._packed import is_plain
 from whet.swap._proof import outputs_left
 
@@ -134,7 +135,7 @@ def find(model: nn.Module, met: dict[str, Met]) -> Iterator[Site | Left]:
     words = f"head of {head.weight.shape[0]:,} words{'' if head.bias is None else ', with a bias,'} and its loss"
     site = Site(
         "", model, functools.partial(inside, path), words, compares=("['loss']",), serves=functools.partial(served, path),
-        drops="unless kept",
+        drops="unless kept", covers=covered_biases("", model, [n for n, m in model.named_modules() if m is head]),
         unasked="its forward computes the loss itself, or changes the logits, and never asks its loss_function",
     )
     if not path:
