@@ -4,7 +4,6 @@ import contextlib
 import json
 import os
 import sys
-import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Annotated
@@ -53,12 +52,14 @@ Dtype = Annotated[str, typer.Option(help=DTYPE_HELP)]
 
 
 def progress_lines() -> Callable[[str, int, int], None]:
-    began = last = time.monotonic()
+    from whet.measure import now  # and with it PyTorch, which --help does not wait for
+
+    began = last = now()
 
     def progress(text: str, done: int, total: int) -> None:
         nonlocal last
-        if time.monotonic() - last >= EVERY:
-            last = time.monotonic()
+        if now() - last >= EVERY:
+            last = now()
             typer.echo(f"whet: {last - began:.0f} s: {text}, {done} of {total}", err=True)
 
     return progress

@@ -240,7 +240,7 @@ def optimized_folder(
 
     folder = Path(target).expanduser()
     taken = folder_model(folder, options)
-    mode = "train" if taken.train else "infer"
+    mode, plans = "train" if taken.train else "infer", wants_plans(options, taken.train)
     try:
         if options.dry_run:
             report: Any = preview(taken.model, taken.batch, mode=mode, lock=lock)
@@ -256,7 +256,7 @@ def optimized_folder(
     said = f"whet optimize {shlex.quote(target)} --{mode} {taken.options}"
     facts = {"target": folder.resolve().name, "config": lines[0], "batch": [taken.rows, taken.tokens], "dtype": taken.dtype}
     measured = facts | {"weights": taken.weights, "notes": lines} | report.to_record()
-    if wants_plans(options, taken.train):
+    if plans:
         progress("trying the plans of the step", 0, 1)
         measured["step_plans"] = plans_of(taken, seconds)
     said += f" --allow {options.allow}" if options.allow else ""
