@@ -39,7 +39,7 @@ def test_where_the_proof_itself_has_few_rows_so_few_are_served():
     assert fewest_rows(Met((torch.zeros(9, 99, 8),), {})) == 64
     assert fewest_rows(Met(("a",), {})) == fewest_rows(Met((), {})) == 0
     assert few((x[:1],), {}, 15) and few((), {"x": x[:1]}, 15) and not few((x,), {}, 15) and not few((), {}, 15)
-    assert not few(("a",), {}, 15)
+    assert not few(("a",), {}, 15) and not few((torch.tensor(1.0),), {}, 15)
 
 
 def test_a_model_optimised_at_a_small_batch_is_served_at_it():
