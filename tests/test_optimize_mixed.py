@@ -88,6 +88,10 @@ def test_a_group_that_also_asks_for_an_op_worth_its_launches_keeps_both():
     assert mixed(ways, op_entries("attention", 0.01, 1.0) | op_entries("gelu", 0.5, 1.0)) is None
 
 
+def test_an_op_that_no_group_asks_for_makes_no_third_way():
+    assert mixed(two(), op_entries("rope", 0.01, 1.0)) is None and mixed(two(), {}) is None
+
+
 def test_without_a_gpu_there_is_no_way_between():
     assert mixed({EAGER: two()[EAGER]}, op_entries("gelu", 0.5, 1.0)) is None
 

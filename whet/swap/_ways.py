@@ -95,7 +95,7 @@ def mixed(ways: Mapping[str, Way], entries: Mapping[str, dict]) -> Way | None:
             break
         ops = ops.difference(*(g.impls for g in stuck))
     groups = [others[paths(g)] if ops & set(g.impls) else g for g in graph.groups]
-    if not ops or described(groups) == described(host.groups):
+    if described(groups) in (described(host.groups), described(graph.groups)):
         return None
 
     def merged(of_host: Mapping, of_graph: Mapping) -> dict:
