@@ -42,9 +42,10 @@ def test_torch_compile_builds_no_mask_for_a_batch_of_tokens_alone(name, only, tr
     model, data = built(name, torch.float32), batch() | {"use_cache": False}
     expected = trained(model, data)
     assert not any(m is not None for m in traced.masks)
-    loss = traced(model)(**data).loss
-    assert not any(m is None for m in traced.masks[2:]), "what Transformers does"
-    torch.testing.assert_close(loss, expected[0])
+    if "attention" not in only:  # once for each model: tracing is what takes the time
+        loss = traced(model)(**data).loss
+        assert not any(m is None for m in traced.masks[2:]), "what Transformers does"
+        torch.testing.assert_close(loss, expected[0])
     spared(model, data, only)
     traced.masks.clear()
     compiled = traced(model)
