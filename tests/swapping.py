@@ -181,6 +181,18 @@ def biased(model: nn.Module) -> list[str]:
     return [path for path, m in linears if m.bias is not None and min(m.weight.shape) >= 64]
 
 
+def masks_seen(monkeypatch) -> list:
+    """From now on, the masks that SDPA is called with."""
+    masks, real = [], F.scaled_dot_product_attention
+
+    def noting(*args, attn_mask=None, **options):
+        masks.append(attn_mask)
+        return real(*args, attn_mask=attn_mask, **options)
+
+    monkeypatch.setattr(F, "scaled_dot_product_attention", noting)
+    return masks
+
+
 def state(model: nn.Module) -> dict:
     """All that could be left changed: attributes of every module and config, modes, hooks."""
     kept = ("_parameters", "_buffers", "_modules")

@@ -4,10 +4,9 @@ from dataclasses import replace
 
 import pytest
 import torch
-from swapping import FAMILIES, built
+from swapping import FAMILIES, built, masks_seen
 from test_compile_step import CLIP, GRAPH, Small, adam, assert_same_steps, batches, choosing, on
 from torch import nn
-from torch.nn import functional as F
 
 from whet.choices import Choices
 from whet.graphs import Graph
@@ -65,14 +64,8 @@ def test_an_encoders_step_is_captured_without_a_mask_on_a_gpu(name, monkeypatch)
     pytest.importorskip("transformers")
     from transformers import masking_utils
 
-    masks, real = [], F.scaled_dot_product_attention
-
-    def noting(*args, attn_mask=None, **options):
-        masks.append(attn_mask)
-        return real(*args, attn_mask=attn_mask, **options)
-
     monkeypatch.setattr(masking_utils, "_ignore_bidirectional_mask_sdpa", as_in_5_17)
-    monkeypatch.setattr(F, "scaled_dot_product_attention", noting)
+    masks = masks_seen(monkeypatch)
     model = built(name).cuda()
     data = {k: v.cuda() for k, v in cast(FAMILIES[name].batch(), torch.bfloat16).items()}
 

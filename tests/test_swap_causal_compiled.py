@@ -4,7 +4,7 @@ import copy
 
 import pytest
 import torch
-from swapping import batch, built, packed, padded
+from swapping import batch, built, masks_seen, packed, padded
 from test_swap_causal import llama, logits, made, spared
 from test_swap_use import trained
 
@@ -19,18 +19,11 @@ BLOCKS = torch.tensor([-1] * 4 + [0] * 8 + [-1] * 12).expand(2, -1)
 @pytest.fixture
 def traced(monkeypatch):
     """traced(model) -> by torch.compile, in one graph; traced.masks: those that SDPA is called with, also in its graph."""
-    real = torch.nn.functional.scaled_dot_product_attention
-
-    def noting(*args, attn_mask=None, **options):
-        compiled.masks.append(attn_mask)
-        return real(*args, attn_mask=attn_mask, **options)
-
     def compiled(model, **options):
         torch._dynamo.reset()
         return torch.compile(model, backend="eager", fullgraph=True, **options)
 
-    compiled.masks = []
-    monkeypatch.setattr(torch.nn.functional, "scaled_dot_product_attention", noting)
+    compiled.masks = masks_seen(monkeypatch)
     yield compiled
     torch._dynamo.reset()
     assert KNOWN.config is None

@@ -5,10 +5,9 @@ import copy
 
 import pytest
 import torch
-from swapping import FAMILIES, all_ones, batch, built, padded, state
+from swapping import FAMILIES, all_ones, batch, built, masks_seen, padded, state
 from test_swap_use import agree, trained
 from torch import nn
-from torch.nn import functional as F
 
 from whet.choices import Choices
 from whet.swap import Met
@@ -36,15 +35,8 @@ def as_in_5_17(padding_mask, kv_length, local_attention_size=None) -> bool:
 @pytest.fixture
 def seen(monkeypatch) -> list:
     """The masks that SDPA is called with, under Transformers 5.17's rule."""
-    masks, real = [], F.scaled_dot_product_attention
-
-    def noting(*args, attn_mask=None, **options):
-        masks.append(attn_mask)
-        return real(*args, attn_mask=attn_mask, **options)
-
     monkeypatch.setattr(masking, "_ignore_bidirectional_mask_sdpa", as_in_5_17)
-    monkeypatch.setattr(F, "scaled_dot_product_attention", noting)
-    return masks
+    return masks_seen(monkeypatch)
 
 
 @contextlib.contextmanager

@@ -182,11 +182,16 @@ def as_graph(model: nn.Module, graph: bool = True) -> Iterator[None]:
         yield
 
 
+def checkpointed(work: Workload) -> None:
+    """From now on the blocks of this workload's model keep no activations."""
+    for _, block in memory.blocks_of(work.model, Met(work.args, work.kwargs)):
+        Journal().make(memory.edits(block, Choices()))
+
+
 class Loop(Given):
     """The step of a user's loop. It runs as it is, compiled, and each as a CUDA graph."""
 
     makes = LoopWork
-    checkpointed = False  # whether the truth is taken from a copy that keeps no activations of its blocks
 
     def _copy(self) -> Workload:
         with without_reports(self.target.model):
@@ -201,20 +206,16 @@ class Loop(Given):
 
         Where it does not hold that either, the step as it is.
         """
-        for self.checkpointed in (False, True):
+        for lean in (lambda work: None, checkpointed):
             try:
                 with before_optimize(self.target.model), Float64Everywhere():
-                    return super().truth()
+                    return self._in_float64(lean)
             except CannotRun as e:
                 if OUT_OF_MEMORY not in str(e):
                     raise
             free_memory()
         self.notes.append("verified against the step as it is, since a step in float64 is out of memory")
         return self._tried(replace(self._copy(), optimizer=None).evidence, "the step as it is")
-
-    def make_leaner(self, work: Workload) -> None:
-        for _, block in memory.blocks_of(work.model, Met(work.args, work.kwargs)) if self.checkpointed else ():
-            Journal().make(memory.edits(block, Choices()))
 
     def workload(self, plan: Plan, choices: Any, precision: str) -> Workload:
         with as_graph(self.target.model, plan.graph):

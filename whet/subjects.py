@@ -254,6 +254,10 @@ class Given:
         return max(steps, default=None)
 
     def truth(self) -> Evidence:
+        return self._in_float64()
+
+    def _in_float64(self, lean: Callable[[Workload], None] = lambda work: None) -> Evidence:
+        """lean: called with the copy that runs, for one that takes less memory and computes the same."""
         work = self._copy()
         work.model.double()
         work.args, work.kwargs = torch.utils._pytree.tree_map_only(
@@ -264,13 +268,10 @@ class Given:
         work.optimizer = work.precision = None
 
         def run() -> Evidence:
-            self.make_leaner(work)
+            lean(work)
             return work.evidence()
 
         return self._tried(run, "the step in float64, which every plan is compared to,")
-
-    def make_leaner(self, work: Workload) -> None:
-        """Called with the copy that the truth is taken from: one that takes less memory and computes the same."""
 
     def workload(self, plan: Plan, choices: Choices | None, precision: str) -> Workload:
         work = self._copy()

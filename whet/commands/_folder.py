@@ -189,6 +189,11 @@ class FolderModel:
     weights: str
 
     @property
+    def shape(self) -> list[int]:
+        """[rows, tokens], or [images]."""
+        return [self.rows] if self.tokens is None else [self.rows, self.tokens]
+
+    @property
     def size(self) -> str:
         """'4 x 2,048 random tokens', '128 random images'."""
         return f"{self.rows} random images" if self.tokens is None else f"{self.rows} x {self.tokens:,} random tokens"
@@ -254,7 +259,7 @@ def optimized_folder(
                          "or fewer --tokens") from None
     lines = taken.lines(options, "cuda" if torch.cuda.is_available() else "cpu")
     said = f"whet optimize {shlex.quote(target)} --{mode} {taken.options}"
-    facts = {"target": folder.resolve().name, "config": lines[0], "batch": [taken.rows, taken.tokens], "dtype": taken.dtype}
+    facts = {"target": folder.resolve().name, "config": lines[0], "batch": taken.shape, "dtype": taken.dtype}
     measured = facts | {"weights": taken.weights, "notes": lines} | report.to_record()
     if plans:
         progress("trying the plans of the step", 0, 1)

@@ -49,11 +49,10 @@ def command(
         name = Path(folder).resolve().name
         measured = {
             "target": name, "config": json.loads((Path(folder).expanduser() / "config.json").read_text()),
-            "batch": [taken.rows] + [taken.tokens] * (taken.tokens is not None), "dtype": taken.dtype, "weights": taken.weights,
-            "max_memory": max_memory, "ways": rows,
+            "batch": taken.shape, "dtype": taken.dtype, "weights": taken.weights, "max_memory": max_memory, "ways": rows,
         }
     said = f"whet step {folder} {taken.options}{' --no-compiled' * (not compiled)}"
     said += f" --max-memory {max_memory}" if max_memory else ""
-    size = "x".join(map(str, measured["batch"])) + (f" {max_memory}" if max_memory else "")
+    size = "x".join(map(str, taken.shape)) + (f" {max_memory}" if max_memory else "")
     made = record.make(said, measured)
     emit(made, as_json, records, f"step {name} {size}", lambda: step_tables.show(console, measured))

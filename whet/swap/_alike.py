@@ -15,6 +15,7 @@ from torch.utils._pytree import tree_flatten_with_path
 from whet.swap import Met
 
 PLAIN = (bool, int, float, str, type(None), torch.dtype)
+HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 PLACE = "layer_idx"  # where a module stands: like modules differ in it
 
 
@@ -45,6 +46,16 @@ def facts_of(call: Met) -> tuple:
     return tuple(found)
 
 
+def hooked(module: nn.Module) -> bool:
+    """Whether something else sees what it is given or gives."""
+    return any(getattr(module, name) for name in HOOKS)
+
+
+def watched(module: nn.Module) -> bool:
+    """Whether someone hangs on this module's own call: hooks, or a forward that was put in place of its class's."""
+    return hooked(module) or "forward" in vars(module)
+
+
 def named(value: Any) -> str:
     """A function by its name, anything else by its class's: two modules may hold different activations by one attribute."""
     if isinstance(value, functools.partial):
@@ -60,7 +71,7 @@ def form_of(module: nn.Module) -> str:
         tensors = (*m.named_parameters(recurse=False), *m.named_buffers(recurse=False))
         facts.append((
             path, f"{type(m).__module__}.{type(m).__qualname__}", source_of(cast(Hashable, type(m))), "forward" in vars(m),
-            bool(m._forward_hooks or m._forward_pre_hooks or m._backward_hooks),
+            hooked(m),
             [(n, tuple(t.shape), str(t.dtype), t.requires_grad) for n, t in tensors],
             [(k, v if isinstance(v, PLAIN) else named(v)) for k, v in sorted(vars(m).items()) if k != PLACE],
         ))
@@ -86,18 +97,12 @@ def found_once() -> Iterator[None]:
         FOUND.memory = before
 
 
-def own_way(module: nn.Module) -> bool:
-    """Whether something in it runs what its class does not show: a forward of an instance, or hooks."""
-    hooks = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks")
-    return any("forward" in vars(m) or any(getattr(m, name) for name in hooks) for m in module.modules())
-
-
 def alike(module: nn.Module, what: Hashable, look: Callable[[], Any]) -> Any:
     """What `look` finds of a module, by what was asked; of one that is like another, what was found there.
 
     A recogniser's look at the code that a module runs, never a proof: those are of each module.
     """
-    if FOUND.memory is None or own_way(module):
+    if FOUND.memory is None or any(map(watched, module.modules())):
         return look()
     key = what, form_of(module)
     if key not in FOUND.memory:

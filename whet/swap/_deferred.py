@@ -5,7 +5,7 @@ that wait are `Deferred`: whatever is done with one that it does not wait for is
 """
 
 import types
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -103,9 +103,3 @@ def own_function(module: nn.Module) -> types.FunctionType | None:
     """The Python function behind a module's forward, which can be given another self."""
     function, bound_to = (getattr(module.forward, name, None) for name in ("__func__", "__self__"))
     return function if isinstance(function, types.FunctionType) and bound_to is module else None
-
-
-def watched(module: nn.Module) -> bool:
-    """Whether someone hangs on this module's own call: hooks, or a forward that was put in place of its class's."""
-    hooks: Iterable = (module._forward_hooks, module._forward_pre_hooks, module._backward_hooks, module._backward_pre_hooks)
-    return any(hooks) or "forward" in vars(module)

@@ -24,6 +24,6 @@ def fewest_rows(call: Met) -> int:
 
 
 def few(args: tuple, kwargs: dict, fewest: int) -> bool:
-    """Whether a call has fewer rows than that. Asked at every call of every such module: in as few steps as may be."""
-    x: Any = args[0] if args else next(iter(kwargs.values()), None)
-    return isinstance(x, torch.Tensor) and x.dim() > 0 and x.numel() < fewest * x.shape[-1]
+    """Whether a call has fewer rows than that."""
+    x = first_tensor(args, kwargs)
+    return x is not None and x.dim() > 0 and x.numel() < fewest * x.shape[-1]

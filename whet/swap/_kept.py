@@ -170,9 +170,13 @@ class Decisions:
         """The decision on a group in a mode, where it holds."""
         return self.held.get((name_of(group.sites[0][0]), mode))
 
+    def timed_ways(self, ways: Iterable["Way"]) -> list["Way"]:
+        """Those whose groups were timed; any other follows from these."""
+        return [way for way in ways if way.mode in self.modes]
+
     def whole_key(self, ways: list["Way"]) -> str:
         """Of the whole model with these groups replaced."""
-        ways = [way for way in ways if way.mode in self.modes]  # any other follows from these
+        ways = self.timed_ways(ways)
         used = [(way.mode, g) for way in ways for g in way.groups if g.replaced]
         parts = sorted((mode, self.keys[name_of(g.sites[0][0])], len(g.sites), g.form) for mode, g in used)
         form = digest(form_of(self.model), parts, [facts_of(c) for c in self.calls], self.around)
@@ -180,9 +184,7 @@ class Decisions:
 
     def whole(self, ways: list["Way"]) -> dict | None:
         """The whole model's decision, where those of all these groups hold."""
-        timed = [
-            (g, way.mode) for way in ways if way.mode in self.modes for g in way.groups if g.replaced and g.sites[0][0].alone
-        ]
+        timed = [(g, way.mode) for way in self.timed_ways(ways) for g in way.groups if g.replaced and g.sites[0][0].alone]
         if not timed or not all(self.of(g, mode) for g, mode in timed):
             return None
         entry = self.lock.swaps.get(key := self.whole_key(ways))
@@ -193,7 +195,7 @@ class Decisions:
     def save(self, report: "Optimized", whole: dict | None, key: str) -> None:
         """What was decided now goes to the lock. A group of which a module failed its proof does not: it is proved in full."""
         date, made = datetime.datetime.now(datetime.timezone.utc).date().isoformat(), {}
-        for way, group in ((w, g) for w in report.ways.values() if w.mode in self.modes for g in w.groups):
+        for way, group in ((w, g) for w in self.timed_ways(report.ways.values()) for g in w.groups):
             name, mode = name_of(group.sites[0][0]), way.mode
             known = (name, mode) in self.held or name not in self.keys
             if known or group.before_ms is None or not self.complete(way, group, name):

@@ -1,7 +1,6 @@
 """A step that fits a given memory: as few of the repeated blocks as need be keep no activations and compute them again."""
 
 import contextlib
-import gc
 import re
 import types
 from collections.abc import Callable, Iterator
@@ -13,7 +12,7 @@ from torch.utils.checkpoint import checkpoint
 
 from whet.choices import Choices
 from whet.judge import Verdict
-from whet.measure import race
+from whet.measure import free_memory, race
 from whet.swap import Edit, Met, Site
 from whet.swap._replace import cut, quiet, uncached
 
@@ -48,9 +47,8 @@ def measurable(device: str) -> bool:
 
 def peak_bytes(run: Callable) -> float:
     """The most that tensors held while it ran, weights included; infinite where memory did not do."""
-    gc.collect()
     torch.cuda.synchronize()
-    torch.cuda.empty_cache()
+    free_memory()
     torch.cuda.reset_peak_memory_stats()
     try:
         run()

@@ -12,8 +12,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from whet.alignment import SMALL, pads
-
-HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
+from whet.swap._alike import hooked, watched
 
 
 class Pads(NamedTuple):
@@ -32,12 +31,12 @@ def plain(module: Any) -> bool:
 
 def unhooked(module: Any) -> bool:
     """Plain, and nothing else sees what it is given or gives."""
-    return plain(module) and not any(getattr(module, hooks) for hooks in HOOKS)
+    return plain(module) and not hooked(module)
 
 
 def only_weights(module: Any) -> bool:
     """Whether its weight and bias say all of a linear layer: nothing would be missed if it were not called."""
-    return unhooked(module) and "forward" not in vars(module)
+    return plain(module) and not watched(module)
 
 
 def sizes(linear: Any) -> tuple[int, int]:

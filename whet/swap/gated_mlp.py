@@ -18,7 +18,7 @@ from whet.alignment import SMALL, pads
 from whet.swap import Edit, Edits, Left, Met, Site, new_forward
 from whet.swap._alike import alike
 from whet.swap._biases import covered_biases
-from whet.swap._few import fewest_rows
+from whet.swap._few import few, fewest_rows
 from whet.swap._packed import is_plain
 from whet.swap._padded import Pads, multiply, multiply_both, odd, only_weights, product_dtype, sizes
 from whet.swap._proof import Float64Everywhere, close, copied, plainly_called, random_kept
@@ -150,7 +150,7 @@ def edits_with(form: GatedForm, fewest: int, products: Callable | None = None) -
         activation = getattr(ops, op)
 
         def forward(self, x, *rest, **others):
-            if rest or others or x.numel() < fewest * x.shape[-1] or self.training and not form.in_training:
+            if rest or others or few((x,), {}, fewest) or self.training and not form.in_training:
                 return self._whet_forward(x, *rest, **others)
             if products is None or not plain_linears(self, form):
                 return called(self, form.names, activation, options, x)

@@ -15,7 +15,8 @@ from torch import nn
 
 from whet.choices import Choices
 from whet.swap import Edit, Left, Met, Site
-from whet.swap._deferred import Deferred, SelfWith, StandIn, noticed, own_function, settled, watched
+from whet.swap._alike import watched
+from whet.swap._deferred import Deferred, SelfWith, StandIn, noticed, own_function, settled
 from whet.swap._few import few, fewest_rows
 from whet.swap._globals import with_globals
 from whet.swap.norms import FORMS, KnownNorm, eps_in, norms_in

@@ -18,7 +18,8 @@ from torch.utils._pytree import tree_map
 from whet.choices import Choices
 from whet.op import autocast_of
 from whet.swap import Edit, Left, Met, Site
-from whet.swap._deferred import Deferred, SelfWith, StandIn, noticed, own_function, settled, watched
+from whet.swap._alike import watched
+from whet.swap._deferred import Deferred, SelfWith, StandIn, noticed, own_function, settled
 from whet.swap._few import few, fewest_rows
 from whet.swap.norms import KnownNorm, norms_in
 
