@@ -110,12 +110,13 @@ def dtype_of(config: Any, asked: str, device: str) -> torch.dtype:
     return own if isinstance(own, torch.dtype) else torch.bfloat16 if device == "cuda" else torch.float32
 
 
-def loaded(folder: Path, cls: Any, config: Any, dtype: torch.dtype) -> tuple[nn.Module, str]:
+def loaded(folder: Path, cls: Any, config: Any, dtype: torch.dtype, device: str) -> tuple[nn.Module, str]:
     """The model, and where its weights come from."""
     torch.manual_seed(0)
     if not any((folder / name).is_file() for name in WEIGHTS):
         try:
-            return cls._from_config(config, dtype=dtype), "random: the folder has no model.safetensors"
+            with torch.device(device):  # a billion random numbers take a CPU half a minute
+                return cls._from_config(config, dtype=dtype), "random: the folder has no model.safetensors"
         except Exception as e:
             raise ValueError(f"optimize: {folder}: {cls.__name__} cannot be built: {error_line(e)}") from None
     try:
@@ -224,7 +225,7 @@ def folder_model(folder: Path, options: FolderOptions) -> FolderModel:
         labels, dtype = label_of(cls), dtype_of(config, options.dtype, device)
         train, (rows, tokens) = trains(cls, labels, options.train), sizes_of(config, options, device)
         refuse_folder_that_does_not_fit(folder, cls, config, dtype, train or not options.dry_run, device)
-        model, weights = loaded(folder, cls, config, dtype)
+        model, weights = loaded(folder, cls, config, dtype, device)
         model = model.to(device).train(train)
         batch = batch_of(model, labels, train, rows, tokens, device)
         try:
