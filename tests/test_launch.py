@@ -29,6 +29,10 @@ def _copied(x_ptr, y_ptr, stride, M, eps, BLOCK: tl.constexpr, TANH: tl.constexp
     pass
 
 
+def _laid_out(x_ptr, M, BLOCK: tl.constexpr, num_warps: tl.constexpr):
+    pass
+
+
 class OnGpu(torch.Tensor):
     """A tensor of the CPU that says it lies on a GPU."""
 
@@ -182,6 +186,22 @@ def test_what_the_key_cannot_hold_is_launched_as_triton_does(gpu):
             direct[(1,)](**given)
     direct[lambda bound: (bound["M"],)](tensor(), tensor(), 16, 64, 1e-6, BLOCK=64)
     assert len(gpu[1]) == 9 and not direct.compiled
+
+
+@pytest.mark.parametrize("M", [64, None, torch.zeros(1)], ids=["kept by its key", "none", "launched as Triton does"])
+def test_an_argument_that_is_an_option_as_well_stays_one(gpu, monkeypatch, M):
+    """A Gluon kernel makes its layouts of num_warps: compiled for another number it is refused."""
+    met, compiled = [], JITFunction._do_compile
+
+    def watched(self, key, signature, device, constexprs, options, *rest):
+        met.append((constexprs[(3,)], options.num_warps))
+        return compiled(self, key, signature, device, constexprs, options, *rest)
+
+    monkeypatch.setattr(JITFunction, "_do_compile", watched)
+    direct = Direct(JITFunction(_laid_out))
+    for warps in (8, 4, 8, 2):
+        direct[(1,)](tensor(), M, BLOCK=64, num_warps=warps)
+    assert met == [(8, 8), (4, 4), (2, 2)]
 
 
 def test_sizes_that_never_repeat_do_not_fill_the_memory(gpu, monkeypatch):

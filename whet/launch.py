@@ -19,6 +19,7 @@ from typing import Any
 import torch
 
 LIMIT = 4096  # keys of one kernel: they hold sizes, and a size that never repeats would fill the memory
+OPTIONS = ("num_warps", "num_ctas", "num_stages", "maxnreg")  # a Gluon kernel may have them as arguments, too
 
 
 class Tracing(threading.local):
@@ -78,6 +79,8 @@ class Direct:
         from triton.runtime.jit import JITFunction
 
         self.kernel, self.final = kernel, CompiledKernel
+        self.names = list(kernel.signature.parameters)
+        self.by_place = next((i for i, name in enumerate(self.names) if name in OPTIONS), len(self.names))
         self.compiled: dict[tuple, tuple] = {}
         scope = dict(
             _kernel=kernel, _compiled=self.compiled, _ordinary=self.ordinary, _jitted=JITFunction, _run=JITFunction.run,
@@ -92,8 +95,12 @@ class Direct:
         return functools.partial(self.launch, grid)
 
     def ordinary(self, key: tuple | None, grid, args: tuple, options: dict) -> None:
-        """Triton's own launch. What it compiled is kept for the key, where nothing is unusual about it."""
-        launched = self.kernel[grid](*args, **options)
+        """Triton's own launch. What it compiled is kept for the key, where nothing is unusual about it.
+
+        An argument that is an option of Triton's as well is one only where it is given by name.
+        """
+        named = dict(zip(self.names[self.by_place :], args[self.by_place :]))
+        launched = self.kernel[grid](*args[: self.by_place], **named, **options)
         if key is not None and isinstance(launched, self.final) and self.simple(args):
             if len(self.compiled) >= LIMIT:
                 self.compiled.clear()
