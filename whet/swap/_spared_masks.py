@@ -1,5 +1,6 @@
 """The mask function of whet's attention interface: a mask that is known to be full or causal is not built."""
 
+import sys
 import threading
 from typing import Any
 
@@ -79,9 +80,11 @@ def full(options: dict) -> bool:
 
 
 def mask(*args, **options):
-    """As Transformers' sdpa_mask; None, for no mask or the kernels' own causal one, where that is known to be the same."""
-    from transformers import masking_utils
+    """As Transformers' sdpa_mask; None, for no mask or the kernels' own causal one, where that is known to be the same.
 
-    if not args and (full(options) or (masking_utils.is_tracing() and causal(options))):
+    Transformers is not imported here: torch.compile traces this, and of a module that loads lazily it makes nothing.
+    """
+    masking = sys.modules["transformers.masking_utils"]  # its caller
+    if not args and (full(options) or (masking.is_tracing() and causal(options))):
         return None
-    return masking_utils.sdpa_mask(*args, **options)
+    return masking.sdpa_mask(*args, **options)
