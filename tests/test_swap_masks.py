@@ -151,6 +151,7 @@ def test_a_batch_without_padding_is_cut_at_its_start():
     data = long_batch("none")
     part = cut(as_call(data)).kwargs
     assert all(torch.equal(part[k], data[k][:2, :LENGTH]) for k in data)
+    assert all(part[k].view(-1).shape == (2 * LENGTH,) for k in data), "as a loss may view its labels"
     assert cut(Met((torch.randn(5, 60, 8),), {})).args[0].shape == (2, 60, 8)
 
 

@@ -95,8 +95,10 @@ def cut(call: Met) -> Met:
         if not isinstance(t, torch.Tensor) or not t.dim() or t.shape[0] != rows:
             return t
         if t.dim() != 2 or t.is_floating_point():
-            return t[taken]
-        return t[taken, start : start + LENGTH] if t.shape[1] == length else t[taken, :LENGTH]
+            part = t[taken]
+        else:
+            part = t[taken, start : start + LENGTH] if t.shape[1] == length else t[taken, :LENGTH]
+        return part.contiguous() if t.is_contiguous() else part  # a model may view it
 
     return Met(tree_map(one, call.args), tree_map(one, call.kwargs))
 
