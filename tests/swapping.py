@@ -34,8 +34,6 @@ GIVEN_MASK = unmasked(DECODER)
 NOT_SEEN = {k: v for k, v in GIVEN_MASK.items() if k != "attention"}
 GAPS = "a mask in which a query sees more than one run of keys"
 NO_SWIGLU = ("computes no SwiGLU", "called with more than one tensor")  # attention's linears have the sizes of an MLP's
-OTHER_LOSS = "its loss is ForMaskedLMLoss"
-OWN_LOSS = "never asks its loss_function"
 
 
 def batch(rows: int = 2, length: int = 24) -> dict:
@@ -75,7 +73,7 @@ def packed() -> dict:
 
 def shorter_labels() -> dict:
     data = batch()
-    return dict(input_ids=data["input_ids"], labels=data["labels"][:, :12])
+    return dict(input_ids=data["input_ids"], labels=data["labels"][:, :12].contiguous())
 
 
 def images() -> dict:
@@ -116,7 +114,7 @@ FAMILIES = {
     "Gemma2": Family(
         "Gemma2ForCausalLM", "Gemma2Config", SMALL | {"head_dim": 16},
         dict(norms=7, residual_norm=2, gated_mlp=2, rotary=2),
-        dict(attention="its attention is set to 'eager'", lm_head="changes the logits")),
+        dict(attention="its attention is set to 'eager'", lm_head="does more with the logits")),
     "Gemma3": Family(
         "Gemma3ForCausalLM", "Gemma3TextConfig", SMALL | {"head_dim": 16},
         QK_NORMED | dict(norms=7)),
@@ -143,25 +141,24 @@ FAMILIES = {
         dict(causal_mask=1, norms=9, gated_mlp=2, rotary=2, attention=2, lm_head=1)),
     "Bert": Family(
         "BertForMaskedLM", "BertConfig", PLAIN | NO_DROPOUT,
-        dict(full_mask=1, norms=2, residual_norm=4, activations=3, attention=2),
-        dict(gated_mlp=NO_SWIGLU, lm_head=OTHER_LOSS)),
+        dict(full_mask=1, norms=2, residual_norm=4, activations=3, attention=2, own_loss=1),
+        dict(gated_mlp=NO_SWIGLU)),
     "ModernBert": Family(
         "ModernBertForMaskedLM", "ModernBertConfig", PLAIN | {"pad_token_id": 0},
-        dict(full_mask=1, norms=4, residual_norm=2, activations=1, gated_mlp=2, rotary=2, attention=2),
-        dict(lm_head=OTHER_LOSS)),
+        dict(full_mask=1, norms=4, residual_norm=2, activations=1, gated_mlp=2, rotary=2, attention=2, own_loss=1)),
     "T5": Family(
-        "T5ForConditionalGeneration", "T5Config", T5, dict(full_mask=2, norms=12),
-        dict(attention="a position bias", lm_head=OWN_LOSS), shorter_labels),
+        "T5ForConditionalGeneration", "T5Config", T5, dict(full_mask=2, norms=12, own_loss=1),
+        dict(attention="a position bias"), shorter_labels),
     "T5, gated": Family(
         "T5ForConditionalGeneration", "T5Config", T5 | {"feed_forward_proj": "gated-gelu"},
-        dict(full_mask=2, norms=12, gated_mlp=4),
-        dict(attention="a position bias", lm_head=OWN_LOSS), shorter_labels),
+        dict(full_mask=2, norms=12, gated_mlp=4, own_loss=1),
+        dict(attention="a position bias"), shorter_labels),
     "ViT": Family(
         "ViTForImageClassification", "ViTConfig", VIT,
         dict(full_mask=1, norms=3, residual_norm=2, activations=2, attention=2), {}, images),
     "Whisper": Family(
-        "WhisperForConditionalGeneration", "WhisperConfig", WHISPER, dict(norms=6, residual_norm=4, activations=4, attention=6),
-        dict(lm_head=OWN_LOSS), sound),
+        "WhisperForConditionalGeneration", "WhisperConfig", WHISPER,
+        dict(norms=6, residual_norm=4, activations=4, attention=6, own_loss=1), {}, sound),
 }
 
 

@@ -5,9 +5,9 @@ logits, and computes both. Where anything else touches the logits in between, th
 The model may be inside another one, such as PEFT's; then that is what is proved and timed.
 """
 
-import functools
+import inspect
 import types
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -16,7 +16,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from whet.figures import error_line
-from whet.swap import Edit, Left, Met, Site, new_forward
+from whet.swap import Edit, Edits, Left, Met, Site, new_forward
 from whet.swap._biases import covered_biases
 from whet.swap._packed import is_plain
 from whet.swap._proof import outputs_left
@@ -43,17 +43,6 @@ def language_model(model: nn.Module, met: dict[str, Met]) -> str | None:
         if path in met and met[path].kwargs.get("labels") is not None and hasattr(type(m), "loss_function")
     ]
     return paths[0] if len(paths) == 1 else None
-
-
-def refusal(model: nn.Module, head: Any) -> str | None:
-    name = getattr(getattr(model, "loss_function", None), "__name__", "")
-    if name != "ForCausalLMLoss":
-        return f"its loss is {name or 'its own'}, not Transformers' ForCausalLMLoss"
-    if type(head) is not nn.Linear:
-        return f"its head is a {type(head).__name__}, not a plain linear layer"
-    if not plain(head):
-        return f"its head's weight is a {type(head.weight).__name__} of {head.weight.dtype}, not a plain parameter"
-    return None
 
 
 def plain(head: Any) -> bool:
@@ -107,43 +96,47 @@ def edits(model: nn.Module, ops) -> list[Edit]:
     ]
 
 
-def inside(path: str, model: nn.Module, ops) -> list[Edit]:
-    return edits(model.get_submodule(path), ops)
+def served(model: Any) -> bool:
+    return model._whet_passed.used
 
 
-def served(path: str, model: nn.Module) -> bool:
-    module: Any = model.get_submodule(path)
-    return module._whet_passed.used
+def head_site(model: nn.Module, met: dict[str, Met], path: str, edits: Edits, served: Callable) -> Site | Left:
+    """Head and loss of the language model at a path as one; where another is around it, that is what is proved and timed."""
+    inner: Any = model.get_submodule(path)
+    head = head_of(inner)
+    if type(head) is not nn.Linear:
+        return Left(path, f"its head is a {type(head).__name__}, not a plain linear layer")
+    if not plain(head):
+        return Left(path, f"its head's weight is a {type(head.weight).__name__} of {head.weight.dtype}, not a plain parameter")
+    if not inner.training:
+        return Left(path, "it is in eval mode, where logits are wanted beside the loss")
+    words = f"head of {head.weight.shape[0]:,} words{'' if head.bias is None else ', with a bias,'} and its loss"
+    site = Site(
+        "", model, lambda model, ops: edits(model.get_submodule(path), ops), words, compares=("['loss']",),
+        serves=lambda model: served(model.get_submodule(path)), drops="unless kept",
+        covers=covered_biases("", model, [n for n, m in model.named_modules() if m is head]),
+        unasked="its forward does more with the logits than hand them to a loss that linear_cross_entropy computes",
+    )
+    if not path:
+        return site
+    try:
+        compares = outputs_left(site, met[""])
+    except Exception as e:
+        return Left(path, f"{words}: what is around it fails without its logits: {error_line(e)}")
+    return replace(site, compares=compares, drops="unless kept" if compares == ("['loss']",) else "asked")
+
+
+def asks_causal_loss(model: nn.Module) -> bool:
+    """Whether its forward names its loss function, and that is the one by which tokens predict the next."""
+    code = getattr(inspect.unwrap(type(model).forward), "__code__", None)
+    asked = code is not None and "loss_function" in code.co_names
+    return asked and getattr(getattr(model, "loss_function", None), "__name__", "") == "ForCausalLMLoss"
 
 
 def find(model: nn.Module, met: dict[str, Met]) -> Iterator[Site | Left]:
     path = language_model(model, met)
     if path is None:
         if head_of(model) is not None and met.get("", Met((), {})).kwargs.get("labels") is not None:
-            yield Left("", refusal(model, head_of(model)) or "which of its modules computes the loss is not clear")
-        return
-    inner = model.get_submodule(path)
-    head = head_of(inner)
-    if head is None:
-        return
-    if why := refusal(inner, head):
-        yield Left(path, why)
-        return
-    if not inner.training:
-        yield Left(path, "it is in eval mode, where logits are wanted beside the loss")
-        return
-    words = f"head of {head.weight.shape[0]:,} words{'' if head.bias is None else ', with a bias,'} and its loss"
-    site = Site(
-        "", model, functools.partial(inside, path), words, compares=("['loss']",), serves=functools.partial(served, path),
-        drops="unless kept", covers=covered_biases("", model, [n for n, m in model.named_modules() if m is head]),
-        unasked="its forward computes the loss itself, or changes the logits, and never asks its loss_function",
-    )
-    if not path:
-        yield site
-        return
-    try:
-        compares = outputs_left(site, met[""])
-    except Exception as e:
-        yield Left(path, f"{words}: what is around it fails without its logits: {error_line(e)}")
-        return
-    yield replace(site, compares=compares, drops="unless kept" if compares == ("['loss']",) else "asked")
+            yield Left("", "which of its modules computes the loss is not clear")
+    elif head_of(model.get_submodule(path)) is not None and asks_causal_loss(model.get_submodule(path)):
+        yield head_site(model, met, path, edits, served)

@@ -1,0 +1,43 @@
+"""Head and loss of a Hugging Face model whose loss is not the causal one: BERT's, T5's and Whisper's labels are not shifted.
+
+Its forward and its loss run as they are, with what the head hands on in the place of logits.
+"""
+
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import torch
+from torch import nn
+
+from whet.swap import Edit, Left, Met, Site, new_forward
+from whet.swap._handed import HandedOn, head_forward
+from whet.swap.lm_head import asks_causal_loss, head_of, head_site, language_model, plain
+
+
+def forward(self, *args, **kwargs):
+    state = self._whet_handed
+    asked = self.training and kwargs.get("labels") is not None and kwargs.get("return_dict") is not False
+    if asked and plain(head_of(self)) and not torch.compiler.is_compiling():
+        out = state.run(self._whet_forward, args, kwargs)
+        if state.used and isinstance(out, Mapping):
+            return type(out)(**{k: v for k, v in out.items() if k != "logits"})
+    return self._whet_forward(*args, **kwargs)
+
+
+def edits(model: nn.Module, ops) -> list[Edit]:
+    head, state = head_of(model), HandedOn(ops.linear_cross_entropy)
+    return [
+        *new_forward(head, head_forward), Edit(head, "_whet_handed", state),
+        *new_forward(model, forward), Edit(model, "_whet_handed", state),
+    ]
+
+
+def served(model: Any) -> bool:
+    return model._whet_handed.used
+
+
+def find(model: nn.Module, met: dict[str, Met]) -> Iterator[Site | Left]:
+    path = language_model(model, met)
+    if path is None or head_of(model.get_submodule(path)) is None or asks_causal_loss(model.get_submodule(path)):
+        return
+    yield head_site(model, met, path, edits, served)
