@@ -119,3 +119,6 @@ def test_refusals_name_the_argument():
     ):
         with pytest.raises(ValueError, match=reason):
             ours(*args)
+    for M, K, N in ((1 << 20, 2048, 8), (1 << 20, 8, 2048)):
+        args = OP.inputs(dtype=torch.bfloat16, device="meta", M=M, K=K, N=N)
+        assert OP.impls["triton"].refuses(**args) == "x and y must have less than 2^31 elements, got 2,147,483,648"

@@ -104,9 +104,26 @@ def test_a_way_that_is_slower_at_one_batch_is_not_used_however_fast_at_others(fa
     before = state(model)
     report = fake.run(model=model, given=batches).whet
     assert not report.replaced.sites and not report.kept and "not faster at 4 x 32" in report.note
+    assert "CUDA graph of the step, by whet.compile_step, may have 8 modules replaced" in report.note
     with report.in_mode(GRAPH):
-        assert state(model) == before | {"": state(model)[""]}, "nothing is replaced in any mode"
+        assert len([p for p, m in model.named_modules() if "forward" in m.__dict__]) == 8, "what the host is too slow for"
+    assert state(model) == before | {"": state(model)[""]}
     assert state(restore(model)) == before
+
+
+@pytest.mark.parametrize("mode", [EAGER, GRAPH])
+def test_a_graph_has_its_own_also_where_the_host_is_too_slow_for_either_way(fake, mode):
+    fake.ms = {EAGER: [5.5 + (mode == GRAPH)], GRAPH: [6.0]}
+    model = stack()
+    report = fake.run(model=model).whet
+    assert report.way == mode and not report.replaced.sites
+    with report.in_mode(GRAPH):
+        assert len([p for p, m in model.named_modules() if "forward" in m.__dict__]) == 8
+    assert not [p for p, m in model.named_modules() if "forward" in m.__dict__]
+    fake.wrong = (EAGER, GRAPH)
+    report = fake.run(model=model).whet
+    with report.in_mode(GRAPH):
+        assert not [p for p, m in model.named_modules() if "forward" in m.__dict__], "together they are wrong"
 
 
 def raced(**times) -> Race:

@@ -148,7 +148,8 @@ def refuses(x, w, b):
     for name, t in (("x", x), ("w", w), ("b", b)):
         if t.dtype not in KERNEL_DTYPES:
             return f"{name} must be float32, float16 or bfloat16, got {t.dtype}"
-    return None
+    most = max(x.numel(), x.numel() // max(1, x.shape[-1]) * w.shape[0])
+    return f"x and y must have less than 2^31 elements, got {most:,}" if most >= 1 << 31 else None
 
 
 def run_triton(x, w, b):
@@ -183,7 +184,9 @@ OP = Op(
     grads=("x", "w", "b"),
     impls={
         "torch": Impl(run_torch),
-        "triton": Impl(run_triton, refuses, needs="triton", limits=("dtypes other than fp32, fp16, bf16",)),
+        "triton": Impl(
+            run_triton, refuses, needs="triton", limits=("dtypes other than fp32, fp16, bf16", "2^31 elements of x or y"),
+        ),
     },
     dynamic=("M",),
     tiny=dict(M=16, K=32, N=100),

@@ -24,7 +24,7 @@ from whet.swap._memory import KIND as CHECKPOINT
 from whet.swap._memory import bytes_of, fit
 from whet.swap._proof import floating, prove
 from whet.swap._replace import Replaced, as_calls, cut, met_in, prove_covered, quiet, recognise, size_of, uncached
-from whet.swap._ways import Way, best_of, mixed, slower_in
+from whet.swap._ways import GRAPH, Way, best_of, mixed, slower_in
 from whet.tune import modes_here, tune
 from whet.workload import Workload
 
@@ -71,9 +71,9 @@ class Optimized:
 
     @contextlib.contextmanager
     def in_mode(self, mode: str) -> Iterator[None]:
-        """While it is on, what is replaced is what is best in this mode, where anything is replaced at all."""
+        """While it is on, what is replaced is what is best in this mode, also where nothing is when the host launches it."""
         way = self.ways.get(mode)
-        if way is None or way.wrong or mode == self.way or not self.replaced.sites or not way.sites:
+        if way is None or way.wrong or not way.sites or (self.replaced.sites and mode == self.way):
             yield
             return
         checkpointed = [s for s in self.replaced.sites if s[0].kind == CHECKPOINT]
@@ -300,6 +300,8 @@ def _whole(report: Optimized, asked: OptimizeTask, decided: Decisions) -> bool:
         found.restore()
         at = f" at {slower}" if len(calls) > 1 else ""
         found.sites, report.note = [], f"nothing was replaced: all together it is not faster{at}"
+        if (graph := report.ways.get(GRAPH)) and graph.sites and not graph.wrong:
+            report.note += f"; a CUDA graph of the step, by whet.compile_step, may have {len(graph.sites)} modules replaced"
     else:
         found.ask(report.choices)
     whole = {"what": f"model: {type(report.model).__name__}", "replaced": not slower, "before_ms": report.before_ms,

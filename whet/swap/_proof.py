@@ -71,6 +71,27 @@ def own_dtype(given: Iterable[torch.Tensor]) -> torch.dtype:
     return next((t.dtype for t in given if is_plain(t)), torch.float32)
 
 
+def laid_as(t: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """A copy that lies in memory as this tensor does, also where rows are apart or one stands for all: kernels go by that."""
+    t = t.detach()
+    if type(t) is not torch.Tensor or t.layout != torch.strided or not spread(t):
+        return t.to(dtype, copy=True)
+    laid = torch.empty_strided(t.shape, t.stride(), dtype=dtype, device=t.device)
+    once = tuple(slice(1) if stride == 0 else slice(None) for stride in t.stride())
+    laid[once].copy_(t[once])
+    return laid
+
+
+def spread(t: torch.Tensor) -> bool:
+    """Whether no two elements share a place, but those along a dimension without a stride."""
+    end = 0
+    for stride, size in sorted((stride, size) for stride, size in zip(t.stride(), t.shape) if size > 1 and stride):
+        if stride <= end:
+            return False
+        end += stride * (size - 1)
+    return True
+
+
 def cast(value: Any, dtype: torch.dtype) -> Any:
     """Arguments as fresh leaves: floating tensors in this dtype, asking for a gradient where they did."""
     def one(t):
@@ -78,7 +99,7 @@ def cast(value: Any, dtype: torch.dtype) -> Any:
             return t
         if not t.is_floating_point():
             return t.clone()
-        return t.detach().to(dtype, copy=True).requires_grad_(t.requires_grad)
+        return laid_as(t, dtype).requires_grad_(t.requires_grad)
 
     return tree_map(one, value)
 

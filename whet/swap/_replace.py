@@ -14,7 +14,7 @@ from whet.figures import error_line
 from whet.judge import Verdict
 from whet.swap import Edit, Journal, Left, Met, Site, discover
 from whet.swap._alike import found_once
-from whet.swap._proof import prove_forms, random_kept
+from whet.swap._proof import laid_as, prove_forms, random_kept
 
 ROWS, LENGTH = 2, 48  # of the batch that the proof runs on at most
 Known = Callable[[list[Site], dict[str, Met], Choices], dict[int, Verdict]]
@@ -117,7 +117,10 @@ def edge(call: Met, rows: int) -> tuple[int, int, int]:
 
 def kept(value: Any) -> Any:
     """A call's arguments as they are now: tensors cloned, since the call may change them."""
-    return tree_map(lambda v: v.detach().clone().requires_grad_(v.requires_grad) if isinstance(v, torch.Tensor) else v, value)
+    def one(v):
+        return laid_as(v, v.dtype).requires_grad_(v.requires_grad) if isinstance(v, torch.Tensor) else v
+
+    return tree_map(one, value)
 
 
 def met_in(model: nn.Module, call: Met, only: set[str] | None = None) -> dict[str, Met]:
