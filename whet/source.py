@@ -1,7 +1,8 @@
 """Which source a candidate was proved from: an edited kernel is proved again, an unedited one is not.
 
-A fingerprint covers the file that defines an impl, the files of its package and of whet.ops that it uses, the version of
-another package that it calls, and the verifier itself: what an older verifier let through has not passed this one.
+A fingerprint covers the file that defines an impl, the files of its package and of whet.ops that it uses, how kernels are
+launched, the version of another package that it calls, and the verifier itself: what an older verifier let through has not
+passed this one.
 """
 
 import functools
@@ -14,6 +15,7 @@ from whet import machine
 from whet.op import Op
 
 VERIFIER = ("judge", "verify", "values", "parts", "whole", "prove")
+LAUNCHERS = ("launch", "torch_ops")
 
 
 def fingerprint(op: Op, name: str) -> str:
@@ -27,7 +29,7 @@ def fingerprint(op: Op, name: str) -> str:
 @functools.cache
 def _fingerprint(modules: tuple[str, ...], package: str) -> str:
     here = Path(__file__).parent
-    files = {path for name in modules for path in files_of(name)} | {here / f"{name}.py" for name in VERIFIER}
+    files = {path for name in modules for path in files_of(name)} | {here / f"{name}.py" for name in VERIFIER + LAUNCHERS}
     digest = hashlib.sha256(package.encode())
     for path in sorted(files):
         digest.update(path.name.encode() + b"\0" + path.read_bytes() + b"\0")
