@@ -5,6 +5,8 @@ from dataclasses import dataclass, field
 
 import torch
 from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_flatten
 
 from whet.choices import Choices, Recorder
 from whet.figures import error_line
@@ -35,6 +37,7 @@ class SiteGroup:
     impls: dict[str, str] = field(default_factory=dict)  # {op: the candidate that serves it}
     forms_ms: dict[str, float] = field(default_factory=dict)  # {form: its time}, of every form that ran
     decided: str = ""  # the day of the lock's decision; empty: it was timed now
+    same: bool = False  # what would serve it is what it runs as it is: there is nothing to time
 
     @property
     def form(self) -> str:
@@ -157,6 +160,37 @@ def served_forms(site: Site, run: Callable, ops: Choices) -> tuple[dict[str, tup
     return found, why
 
 
+def plainly_served(impls: dict[str, str]) -> bool:
+    """Whether plain PyTorch serves it: what is compiled is not to run while it is looked at."""
+    return bool(impls) and all(impl in ("eager", discover()[op].stock) for op, impl in impls.items())
+
+
+class NotedWork(TorchDispatchMode):
+    """Notes which operators run on what, while it is on."""
+
+    def __init__(self):
+        super().__init__()
+        self.seen: list = []
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        tensors = [t for t in tree_flatten((args, kwargs))[0] if isinstance(t, torch.Tensor)]
+        self.seen.append((func, [(t.shape, t.stride(), t.dtype) for t in tensors]))
+        return func(*args, **(kwargs or {}))
+
+
+def same_work(run: Callable, other: Callable) -> bool:
+    """Whether both run the same operators on tensors of the same sizes, in the same order."""
+    def noted(run: Callable) -> list:
+        with NotedWork() as work:
+            run()
+        return work.seen
+
+    try:
+        return noted(run) == noted(other)
+    except Exception:  # something in it cannot be looked at: that is for the clock to say
+        return False
+
+
 def raced_in(mode: str, runs: dict[str, Callable], seconds: float) -> tuple[Race, str]:
     """A race in a mode; one that cannot be captured as CUDA graphs is launched by the host, and why."""
     try:
@@ -180,6 +214,10 @@ def _time_group(
     run = work.step if not site.path else stepper(site.module, met[site.path], work.kind == "train")
     forms, group.why = served_forms(site, run, ops)
     runs = {BEFORE: run} | {name: toggled(one, ops, run) for name, (one, _) in forms.items()}
+    if site.path and forms and all(plainly_served(used) and same_work(run, runs[name]) for name, (_, used) in forms.items()):
+        first, group.replaced, group.same = next(iter(forms.values())), False, True
+        group.why = "what serves it here is what it calls itself"
+        return group.use(first[0].form, first[1])
     try:
         raced, how = raced_in(mode if site.path else "eager", runs, seconds) if forms else (None, "")
     except Exception as e:

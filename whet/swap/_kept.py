@@ -198,7 +198,7 @@ class Decisions:
         for way, group in ((w, g) for w in self.timed_ways(report.ways.values()) for g in w.groups):
             name, mode = name_of(group.sites[0][0]), way.mode
             known = (name, mode) in self.held or name not in self.keys
-            if known or group.before_ms is None or not self.complete(way, group, name):
+            if known or (group.before_ms is None and not group.same) or not self.complete(way, group, name):
                 continue
             sources = {op: fingerprint(discover()[op], impl) for op, impl in group.impls.items()}
             made[f"{self.keys[name]} @ {mode}"] = {
