@@ -21,7 +21,8 @@ def _are(fields: dict, kinds: dict[str, tuple[type, ...]]) -> str:
 
 NUMBER, PERHAPS = (int, float), (int, float, type(None))
 CANDIDATE = {"ok": (bool,), "why": (str,), "share": PERHAPS, "ms": NUMBER, "low": NUMBER, "high": NUMBER, "samples": (int,),
-             "host_us": PERHAPS, "peak_mib": PERHAPS, "interpreted": (str,), "source": (str,), "screened": NUMBER}
+             "host_us": PERHAPS, "peak_mib": PERHAPS, "interpreted": (str,), "source": (str,), "screened": NUMBER,
+             "took_s": NUMBER}
 ENTRY = {"mode": (str,), "count": (int,), "candidates": (dict,), "chosen": (str,), "untimed": (bool,), "why": (str,),
          "ms": NUMBER, "vs_eager": PERHAPS, "rival": (str,), "vs_rival": PERHAPS, "floor_ms": PERHAPS, "bound": (str,)}
 SWAP = {"what": (str,), "date": (str,), "replaced": (bool,), "before_ms": PERHAPS, "after_ms": PERHAPS, "why": (str,),

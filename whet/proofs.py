@@ -11,8 +11,8 @@ import torch
 from whet.measure import now
 from whet.op import DTYPES, Call, base, discover, tensors
 from whet.prove import KEPT
-from whet.tune import LIMIT_S, Hands
-from whet.worker import Lost, Worker
+from whet.tune import LIMIT_S
+from whet.worker import Hands, Lost, Worker
 
 
 class Stopped(KeyboardInterrupt):

@@ -1,11 +1,8 @@
 """Verified and fastest -> Choices. Each candidate is tried in a child process; each result is saved as soon as it is known."""
 
-import collections
-import contextlib
 import functools
-import os
 import threading
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable
 from dataclasses import asdict, dataclass
 
 import torch
@@ -13,15 +10,14 @@ import torch
 from whet import machine
 from whet.choices import Choices, evidence_of
 from whet.lock import Lock
-from whet.measure import MODES
+from whet.measure import MODES, now
 from whet.op import DTYPES, Call, Op, Rank, base, discover
 from whet.race import Timing, apart_outcome, leanest, outcome
 from whet.source import fingerprint
-from whet.worker import Lost, Worker
+from whet.worker import Crew, Hands, Lost, Worker
 
 LIMIT_S = 120.0  # a candidate that takes longer to compile and verify is given up
 DECIDED = ("chosen", "untimed", "why", "ms", "vs_eager", "rival", "vs_rival", "floor_ms", "bound", "bytes", "flops", "busy")
-VERIFIERS = 8  # children that verify side by side: verifying is mostly compiling, which is the host's work
 
 
 def modes_here() -> tuple[str, ...]:
@@ -46,6 +42,7 @@ def tune(
     preload: str | None = None,
     bucket: bool = True,
     reach: float | None = None,
+    crew: Crew | None = None,
 ) -> Tuned:
     """Choices for these calls: what the lock knows is kept, the rest verified, measured, saved.
 
@@ -55,9 +52,10 @@ def tune(
     preload   a Python file the child process runs first, for ops of your own
     bucket    round sizes that vary up to powers of two; a bench times exactly what it was asked
     reach     a candidate that a quick look finds so many times as slow as the stock call is not verified; None: all are
+    crew      children that were started ahead, for whoever verifies first
     Under torch.distributed rank 0 decides and the others receive what it chose.
     """
-    with Tuning(calls, lock, modes, progress, limit_s, preload, bucket, reach) as tuning:
+    with Tuning(calls, lock, modes, progress, limit_s, preload, bucket, reach, crew) as tuning:
         return tuning.finish(seconds)
 
 
@@ -73,35 +71,6 @@ def _found(lock: Lock, keys: Iterable[str], modes: tuple[str, ...]) -> dict[str,
     return {key: lock.calls[key] for key in there if key in lock.calls}
 
 
-class Hands:
-    """Threads that take items off one queue, each with children of its own: work(items, shared) does what it is handed.
-
-    jobs   how many at most; shared is whether there are several
-    """
-
-    def __init__(self, items: Iterable, work: Callable[[Iterable, bool], None], jobs: int | None = None):
-        self.queue = collections.deque(items)
-        count = min(jobs or min(VERIFIERS, max(1, (os.cpu_count() or 1) // 2)), len(self.queue))
-        given = [(self._taken(), count > 1) for _ in range(count)]
-        self.threads = [threading.Thread(target=work, args=args, daemon=True) for args in given]
-        for thread in self.threads:
-            thread.start()
-
-    def _taken(self) -> Iterator:
-        with contextlib.suppress(IndexError):  # another hand took the last
-            while self.queue:
-                yield self.queue.popleft()
-
-    def wait(self) -> None:
-        for thread in self.threads:
-            while thread.is_alive():
-                thread.join(0.2)  # short, so that Ctrl-C is heard
-
-    def stop(self) -> None:
-        """No hand takes another item."""
-        self.queue.clear()
-
-
 class Tuning:
     """Tuning in two parts: from the start candidates are verified by children; finish() waits for them, then times.
 
@@ -111,10 +80,10 @@ class Tuning:
     def __init__(
         self, calls: Iterable[tuple[Call, int]], lock: Lock, modes: tuple[str, ...] | None = None,
         progress: Callable[[str, int, int], None] = lambda text, done, total: None, limit_s: float = LIMIT_S,
-        preload: str | None = None, bucket: bool = True, reach: float | None = None,
+        preload: str | None = None, bucket: bool = True, reach: float | None = None, crew: Crew | None = None,
     ):
         self.lock, self.modes = lock, modes or modes_here()
-        self.work = Work(calls, lock, self.modes, progress, limit_s, preload, bucket, reach) if _leader() else None
+        self.work = Work(calls, lock, self.modes, progress, limit_s, preload, bucket, reach, crew) if _leader() else None
 
     def __enter__(self) -> "Tuning":
         if self.work is not None:
@@ -144,10 +113,11 @@ class Work:
     """Everything one tuning has to do: first verify, side by side where there are cores, then time, alone on the GPU."""
 
     def __init__(
-        self, calls, lock: Lock, modes, progress, limit_s: float, preload: str | None, bucket: bool, reach: float | None = None
+        self, calls, lock: Lock, modes, progress, limit_s: float, preload: str | None, bucket: bool,
+        reach: float | None = None, crew: Crew | None = None,
     ):
         self.lock, self.modes, self.progress, self.limit_s, self.preload = lock, modes, progress, limit_s, preload
-        self.reach = reach
+        self.reach, self.crew = reach, crew or Crew(0)
         self.ops = discover()
         self.calls: dict[str, Call] = {}
         counts: dict[str, int] = {}
@@ -222,7 +192,7 @@ class Work:
         return found
 
     def _verify_some(self, items: Iterable, shared: bool) -> None:
-        with Worker(preload=self.preload) as worker, Worker(interpret=True, preload=self.preload) as interpreter:
+        with self.crew.take(self.preload) as worker, Worker(interpret=True, preload=self.preload) as interpreter:
             for call, name in items:
                 entries = [self.entry(call, mode) for mode in self.open(call)]
                 missing = [e for e in entries if name not in e["candidates"]]
@@ -279,17 +249,21 @@ class Work:
 
 def _verdict(candidate: dict) -> dict:
     """The verdict of verification on a candidate, less what timing added."""
-    facts = ("ok", "share", "why", "rule", "source", "interpreted", "proved", "screened")
+    facts = ("ok", "share", "why", "rule", "source", "interpreted", "proved", "screened", "took_s")
     return {k: v for k, v in candidate.items() if k in facts}
 
 
 def _ask_verify(worker: Worker, call: Call, name: str, limit_s: float, **screen) -> dict:
+    began = now()
     try:
         answer = worker.ask(limit_s, what="verify", call=asdict(call), impl=name, **screen)
     except Lost as e:
         answer = {"error": str(e), "hung": e.hung}
+    answer["took_s"] = round(now() - began, 1)
     # What hung has had its turn: another, alone, would cost its limit again.
-    return answer if "ok" in answer else {"ok": False, "share": 0.0, "why": answer["error"], "raised": not answer.get("hung")}
+    if "ok" in answer:
+        return answer
+    return {"ok": False, "share": 0.0, "why": answer["error"], "raised": not answer.get("hung"), "took_s": answer["took_s"]}
 
 
 def _choose(entry: dict, op: Op, names: list[str], timed: Callable[[list[str]], dict]) -> None:

@@ -11,7 +11,7 @@ import os
 import signal
 import sys
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import replace
 from pathlib import Path
 
@@ -25,6 +25,7 @@ from whet.measure import ceilings, race, slower_by, stepper
 from whet.op import DTYPES, Call, Op, base, discover
 from whet.prove import provable, prove, run_once, wrong_now
 
+VERIFIERS = 8  # children that verify side by side: verifying is mostly compiling, which is the host's work
 SHAPES: dict[str, dict] = {  # of an answer that is no error
     "verify": {"ok": bool, "share": (int, float), "why": str}, "measure": {"timings": dict},
 }
@@ -77,6 +78,60 @@ class Worker:
 
     def __exit__(self, *_):
         self.stop()
+
+
+class Crew:
+    """Children that are started ahead of their work: they take as long to begin as the work takes to be found."""
+
+    def __init__(self, count: int):
+        self.idle = [Worker(warm=True) for _ in range(count)]
+        for worker in self.idle:
+            worker.start()
+
+    def take(self, preload: str | None = None) -> Worker:
+        """One that waits, or a new one where none does; it is the taker's to stop."""
+        return self.idle.pop() if self.idle and preload is None else Worker(preload=preload)
+
+    def __enter__(self) -> "Crew":
+        return self
+
+    def __exit__(self, *_) -> None:
+        while self.idle:
+            self.idle.pop().stop()
+
+
+def hands_here() -> int:
+    """How many children verify side by side on this machine."""
+    return min(VERIFIERS, max(1, (os.cpu_count() or 1) // 2))
+
+
+class Hands:
+    """Threads that take items off one queue, each with children of its own: work(items, shared) does what it is handed.
+
+    jobs   how many at most; shared is whether there are several
+    """
+
+    def __init__(self, items: Iterable, work: Callable[[Iterable, bool], None], jobs: int | None = None):
+        self.queue = collections.deque(items)
+        count = min(jobs or hands_here(), len(self.queue))
+        given = [(self._taken(), count > 1) for _ in range(count)]
+        self.threads = [threading.Thread(target=work, args=args, daemon=True) for args in given]
+        for thread in self.threads:
+            thread.start()
+
+    def _taken(self) -> Iterator:
+        with contextlib.suppress(IndexError):  # another hand took the last
+            while self.queue:
+                yield self.queue.popleft()
+
+    def wait(self) -> None:
+        for thread in self.threads:
+            while thread.is_alive():
+                thread.join(0.2)  # short, so that Ctrl-C is heard
+
+    def stop(self) -> None:
+        """No hand takes another item."""
+        self.queue.clear()
 
 
 def well_formed(what: str, answer: dict) -> bool:

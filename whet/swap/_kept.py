@@ -84,6 +84,10 @@ class Decisions:
         self.proved = 0
         self.timed = 0  # groups, and the whole
 
+    def met_before(self) -> bool:
+        """Whether the lock has a decision on a model of this class, at whatever size."""
+        return any(key.startswith(f"model: {type(self.model).__name__},") for key in self.lock.swaps)
+
     def find(self, sites: Iterable[Site]) -> dict[GroupName, list[Site]]:
         """Sites by group; the keys of their entries, and the entries that hold."""
         named: dict[GroupName, list[Site]] = {}

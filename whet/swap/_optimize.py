@@ -26,6 +26,7 @@ from whet.swap._proof import floating, prove
 from whet.swap._replace import Replaced, as_calls, cut, met_in, prove_covered, quiet, recognise, size_of, uncached
 from whet.swap._ways import GRAPH, Way, best_of, mixed, slower_in
 from whet.tune import modes_here, tune
+from whet.worker import Crew, hands_here
 from whet.workload import Workload
 
 REACH = 1.5  # times as slow as the stock call: what a candidate is not proved for, since it could not be chosen
@@ -174,6 +175,7 @@ class OptimizeTask:
 
     works, whole   a step of each batch, the largest first: as parts are timed, and with the optimizer where there is one
     calls          what the model is given at each batch
+    crew           children that were started ahead, where the lock knows nothing of such a model
     """
 
     works: list[Workload]
@@ -182,6 +184,7 @@ class OptimizeTask:
     seconds: float
     progress: Progress
     keep_logits: bool | None
+    crew: Crew | None = None
 
     @property
     def train(self) -> bool:
@@ -191,8 +194,10 @@ class OptimizeTask:
 def _optimize(report: Optimized, asked: OptimizeTask, lock: Lock) -> None:
     around = (asked.keep_logits, report.optimizer, report.allow)
     decided = Decisions(lock, report.model, asked.calls, asked.works[0].kind, around, modes_here())
-    while not _attempt(report, asked, decided):
-        report.groups, report.ways, report.note = [], {}, ""
+    with Crew(0 if decided.met_before() or not torch.cuda.is_available() else hands_here()) as crew:
+        asked = replace(asked, crew=crew)
+        while not _attempt(report, asked, decided):
+            report.groups, report.ways, report.note = [], {}, ""
     report.lock_lines = decided.lines()
 
 
@@ -242,7 +247,7 @@ def _decide(report: Optimized, asked: OptimizeTask, decided: Decisions) -> bool:
 def _tuned(report: Optimized, asked: OptimizeTask, sites: list[tuple[Site, Verdict]], decided: Decisions) -> bool:
     """Candidates are chosen for what these sites ask; False where that is not what a decision of the lock was taken with."""
     made = recorded(report.replaced, asked.works, sites)
-    tuned = tune(made, decided.lock, decided.modes, asked.progress, asked.seconds, reach=REACH)
+    tuned = tune(made, decided.lock, decided.modes, asked.progress, asked.seconds, reach=REACH, crew=asked.crew)
     report.entries |= tuned.entries
     for mode in (m for m in decided.modes if m in tuned.choices):
         report.ways.setdefault(mode, Way(mode, tuned.choices[mode])).choices = tuned.choices[mode]
