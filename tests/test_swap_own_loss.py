@@ -1,5 +1,7 @@
 """Head and loss in one where labels are not shifted: what the loss is asked with counts, and logits are there when wanted."""
 
+import threading
+
 import pytest
 import torch
 import torch.nn as nn
@@ -43,6 +45,115 @@ def test_logits_that_are_kept_leave_the_head_as_it_was():
     model, data = built("Bert", torch.float32), FAMILIES["Bert"].batch()
     found = recognise(model, as_call(data), Choices(), keep_logits=True, only=("own_loss",))
     assert not found.sites and "logits are kept" in found.left[0].why
+
+
+def test_no_output_that_was_not_computed_is_left():
+    """BERT's pre-training head names its logits otherwise, and has a second loss."""
+    transformers = pytest.importorskip("transformers")
+    torch.manual_seed(0)
+    model = transformers.BertForPreTraining(transformers.BertConfig(**FAMILIES["Bert"].options)).train()
+    data = FAMILIES["Bert"].batch() | dict(next_sentence_label=torch.tensor([0, 1]))
+    before = trained(model, data)
+    found = recognise(model, as_call(data), Choices(), only=("own_loss",))
+    found.ask(Choices())
+    agree(trained(model, data), before)
+    out = model(**data)
+    assert out.prediction_logits is None and out.seq_relationship_logits.shape == (2, 2) and len(found.sites) == 1
+
+
+def test_under_autocast_the_loss_has_the_dtype_that_it_had():
+    model, found, data, _ = replaced("Bert")
+    with torch.autocast("cpu", torch.bfloat16):
+        ours = model(**data).loss
+        found.restore()
+        theirs = model(**data).loss
+    assert ours.dtype == theirs.dtype == torch.float32
+    torch.testing.assert_close(ours.bfloat16(), theirs.bfloat16())
+
+
+class Classifier(nn.Module):
+    """Its loss outside autocast; logits read where it logs; a head that another may share."""
+
+    def __init__(self, head=None):
+        super().__init__()
+        self.body, self.head = nn.Sequential(nn.Linear(8, 8)), head or nn.Linear(8, 96, bias=False)
+        self.log, self.runs = False, 0
+
+    def forward(self, x, y):
+        self.runs += 1
+        logits = self.head(self.body(x))
+        with torch.autocast("cpu", enabled=False):
+            loss = F.cross_entropy(logits.float(), y)
+        if self.log:
+            self.right = (logits.argmax(-1) == y).sum()
+        return loss
+
+
+def classified(model: nn.Module):
+    data = torch.randn(70, 8), torch.randint(0, 96, (70,))
+    found = recognise(model, as_call(data), Choices(), keep_logits=False, only=("plain_loss",))
+    return found, data
+
+
+def test_the_product_is_made_as_the_head_would_have_made_it():
+    model = Classifier()
+    found, data = classified(model)
+    with torch.autocast("cpu", torch.bfloat16):
+        theirs = model(*data)
+        found.ask(Choices())
+        ours = model(*data)
+    assert model._whet_handed.used and ours.dtype == theirs.dtype
+    torch.testing.assert_close(ours.bfloat16(), theirs.bfloat16())
+
+
+def test_a_forward_that_reads_its_logits_later_runs_as_it_was_from_then_on():
+    model = Classifier()
+    found, data = classified(model)
+    found.ask(Choices())
+    model(*data)
+    model.log, model.runs = True, 0
+    with pytest.warns(UserWarning, match="needs its logits"):
+        loss = model(*data)
+    assert model.runs == 2 and model.right >= 0
+    for _ in range(2):
+        assert torch.equal(model(*data), loss)
+    assert model.runs == 4, "not twice at every step"
+
+
+def test_another_thread_gets_logits_meanwhile():
+    model, _, data, _ = replaced("Bert")
+    inner, seen = model.bert.forward, []
+
+    def meanwhile(*args, **kwargs):
+        if not seen:
+            seen.append(None)
+            thread = threading.Thread(target=lambda: seen.append(model(input_ids=data["input_ids"]).logits))
+            thread.start()
+            thread.join()
+        return inner(*args, **kwargs)
+
+    model.bert.forward = meanwhile
+    assert model(**data).logits is None and isinstance(seen[1], torch.Tensor)
+
+
+def test_of_modules_that_share_a_head_one_is_replaced():
+    first = Classifier()
+    both = nn.ModuleList([first, Classifier(first.head)])
+
+    class Pair(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.both = both
+
+        def forward(self, x, y):
+            return self.both[0](x, y) + self.both[1](x, y)
+
+    model = Pair()
+    found, data = classified(model)
+    before = model(*data)
+    found.ask(Choices())
+    torch.testing.assert_close(model(*data), before)
+    assert len(found.sites) == 1 and "another module's, too" in found.left[0].why
 
 
 def handed(state=None):

@@ -83,7 +83,7 @@ class Tuning:
         preload: str | None = None, bucket: bool = True, reach: float | None = None, crew: Crew | None = None,
     ):
         self.lock, self.modes = lock, modes or modes_here()
-        self.work = Work(calls, lock, self.modes, progress, limit_s, preload, bucket, reach, crew) if _leader() else None
+        self.work = Work(calls, lock, self.modes, progress, limit_s, preload, bucket, reach, crew) if leader() else None
 
     def __enter__(self) -> "Tuning":
         if self.work is not None:
@@ -334,7 +334,7 @@ def save_decoder(lock: Lock, key: str, verdict: dict) -> None:
 
 def save_swaps(lock: Lock, made: dict[str, dict]) -> None:
     """What optimize() decided of groups of like modules and of whole models, by their keys in the lock."""
-    if _leader():
+    if leader():
         lock.swaps.update(made)
         lock.save()
 
@@ -343,7 +343,7 @@ def _distributed() -> bool:
     return torch.distributed.is_available() and torch.distributed.is_initialized()
 
 
-def _leader() -> bool:
+def leader() -> bool:
     return not _distributed() or torch.distributed.get_rank() == 0
 
 

@@ -52,6 +52,9 @@ class Worker:
         options = [*(["--preload", self.preload] if self.preload else []), *(["--warm"] if self.warm else [])]
         self.child = Child([sys.executable, "-c", start, *options], env)
 
+    def alive(self) -> bool:
+        return self.child is not None and self.child.process.poll() is None
+
     def ask(self, limit_s: float, **request) -> dict:
         """The child's answer. Raises Lost if it dies, takes longer than limit_s, or says what is no answer."""
         self.start()
@@ -85,19 +88,33 @@ class Crew:
 
     def __init__(self, count: int):
         self.idle = [Worker(warm=True) for _ in range(count)]
-        for worker in self.idle:
-            worker.start()
 
     def take(self, preload: str | None = None) -> Worker:
         """One that waits, or a new one where none does; it is the taker's to stop."""
-        return self.idle.pop() if self.idle and preload is None else Worker(preload=preload)
+        with contextlib.suppress(IndexError):  # another took the last
+            while preload is None:
+                worker = self.idle.pop()
+                if worker.alive():
+                    return worker
+                worker.stop()
+        return Worker(preload=preload)
+
+    def stop(self) -> None:
+        with contextlib.suppress(IndexError):
+            while True:
+                self.idle.pop().stop()
 
     def __enter__(self) -> "Crew":
+        try:
+            for worker in self.idle:
+                worker.start()
+        except BaseException:
+            self.stop()
+            raise
         return self
 
     def __exit__(self, *_) -> None:
-        while self.idle:
-            self.idle.pop().stop()
+        self.stop()
 
 
 def hands_here() -> int:

@@ -173,13 +173,13 @@ class NotedWork(TorchDispatchMode):
         self.seen: list = []
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        tensors = [t for t in tree_flatten((args, kwargs))[0] if isinstance(t, torch.Tensor)]
-        self.seen.append((func, [(t.shape, t.stride(), t.dtype) for t in tensors]))
+        given = tree_flatten((args, kwargs))[0]
+        self.seen.append((func, [(x.shape, x.stride(), x.dtype) if isinstance(x, torch.Tensor) else repr(x) for x in given]))
         return func(*args, **(kwargs or {}))
 
 
 def same_work(run: Callable, other: Callable) -> bool:
-    """Whether both run the same operators on tensors of the same sizes, in the same order."""
+    """Whether both run the same operators with the same options, on tensors of the same sizes, in the same order."""
     def noted(run: Callable) -> list:
         with NotedWork() as work:
             run()

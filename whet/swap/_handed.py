@@ -4,8 +4,9 @@ A `Handed` is no tensor, and good only for what comes between a head and its los
 called. Where a forward does anything else with it, that raises, and the forward runs again as it was.
 """
 
+import threading
+import warnings
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -15,33 +16,55 @@ from torch import nn
 ROWS_ALONE = "only the rows of logits that were not computed can be reshaped"
 
 
-@dataclass
 class HandedOn:
-    """Of one model: whether its head hands hidden states on, and whether a loss took them; loss: linear_cross_entropy."""
+    """Of one model: whether its head hands hidden states on, and whether a loss took them; loss: linear_cross_entropy.
 
-    loss: Callable
-    on: bool = False
-    used: bool = False
+    The first time that a forward does something else with them it runs again as it was, and so it does from then on.
+    """
 
-    def run(self, forward: Callable, args: tuple, kwargs: dict) -> Any:
-        """What the forward gives with its head handing on; None where no loss took it and something else was tried with it."""
-        self.on, self.used = True, False
+    def __init__(self, loss: Callable):
+        self.loss, self.off = loss, False
+        self.thread: int | None = None  # in which a forward hands on now; others are to get logits
+        self.handed = self.used = self.ever = False
+
+    @property
+    def on(self) -> bool:
+        return self.thread is not None and self.thread == threading.get_ident()
+
+    def run(self, forward: Callable, args: tuple, kwargs: dict) -> tuple[bool, Any]:
+        """(whether that is the result, what the forward gives with its head handing on)."""
+        if self.off or self.thread is not None:
+            return False, None
+        self.thread, self.handed, self.used = threading.get_ident(), False, False
         try:
-            return forward(*args, **kwargs)
-        except Exception:  # it did with the logits what only logits allow; what else is wrong the caller meets again
-            if self.used:
+            out = forward(*args, **kwargs)
+        except Exception:  # maybe for what only logits allow; what else is wrong is met again when it runs as it was
+            if not self.handed:
                 raise
-            return None
+            return self._fell_back()
         finally:
-            self.on = False
+            self.thread = None
+        self.ever = self.ever or self.used
+        return (True, out) if self.used or not self.handed else self._fell_back()
+
+    def _fell_back(self) -> tuple[bool, Any]:
+        if self.ever:
+            warnings.warn("whet: this forward needs its logits; from now on head and loss run as they were", stacklevel=5)
+        self.off, self.used = True, False
+        return False, None
+
+    def __deepcopy__(self, memo: dict) -> "HandedOn":
+        return HandedOn(self.loss)
 
 
 class Handed:
     """Hidden states and their head, reshaped and cut by rows as logits would be."""
 
     def __init__(self, hidden: torch.Tensor, head: nn.Linear, state: HandedOn, dtype: torch.dtype | None = None):
+        kind = hidden.device.type
         self.hidden, self.head, self.state = hidden, head, state
-        self.dtype, self.device, self.words = dtype or hidden.dtype, hidden.device, head.weight.shape[0]
+        self.autocast = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else None
+        self.dtype, self.device, self.words = dtype or self.autocast or hidden.dtype, hidden.device, head.weight.shape[0]
 
     @classmethod
     def __torch_function__(cls, func, types, args=(), kwargs=None):
@@ -49,8 +72,11 @@ class Handed:
             raise TypeError(f"{getattr(func, '__name__', func)} of logits that were not computed")
         return cross_entropy(*args, **(kwargs or {}))
 
-    def like(self, hidden: torch.Tensor) -> "Handed":
-        return Handed(hidden, self.head, self.state, self.dtype)
+    def like(self, hidden: torch.Tensor, dtype: torch.dtype | None = None) -> "Handed":
+        """The same with other rows, or in another dtype, and multiplied as the head would have."""
+        other = Handed(hidden, self.head, self.state, dtype or self.dtype)
+        other.autocast = self.autocast
+        return other
 
     @property
     def shape(self) -> torch.Size:
@@ -66,7 +92,7 @@ class Handed:
         return self
 
     def float(self) -> "Handed":
-        return Handed(self.hidden, self.head, self.state, torch.float32)
+        return self.like(self.hidden, torch.float32)
 
     def view(self, *shape) -> "Handed":
         *rows, words = shape[0] if isinstance(shape[0], (tuple, list)) else shape
@@ -101,13 +127,19 @@ def cross_entropy(
         raise TypeError("this loss is not one of linear_cross_entropy's")
     if weight is not None or size_average is not None or reduce is not None:
         raise TypeError("this loss is not one of linear_cross_entropy's")
-    state, head = input.state, input.head
-    state.used = True
+    state, head, kind = input.state, input.head, input.device.type
+    if head.weight.shape[0] != input.words or target.dtype not in (torch.int64, torch.int32):
+        raise TypeError("its weight was lent for the head's call alone, or its targets are no int64 or int32")
     options = ignore_index, reduction, label_smoothing, None, None
-    return state.loss(input.hidden, head.weight, target, *options, head.bias).to(input.dtype)
+    with torch.autocast(kind, input.autocast, enabled=input.autocast is not None):
+        loss = state.loss(input.hidden, head.weight, target, *options, head.bias)
+    state.used = True
+    return loss.to(torch.float32 if torch.is_autocast_enabled(kind) else input.dtype)
 
 
 def head_forward(self, hidden):
     state = self._whet_handed
-    on = state.on and type(self) is nn.Linear  # a unit of FSDP's has its weight during this call alone
-    return Handed(hidden, self, state) if on else self._whet_forward(hidden)
+    if not state.on or type(self) is not nn.Linear:  # a unit of FSDP's has its weight during this call alone
+        return self._whet_forward(hidden)
+    state.handed = True
+    return Handed(hidden, self, state)

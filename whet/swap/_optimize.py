@@ -25,7 +25,7 @@ from whet.swap._memory import bytes_of, fit
 from whet.swap._proof import floating, prove
 from whet.swap._replace import Replaced, as_calls, cut, met_in, prove_covered, quiet, recognise, size_of, uncached
 from whet.swap._ways import GRAPH, Way, best_of, mixed, slower_in
-from whet.tune import modes_here, tune
+from whet.tune import leader, modes_here, tune
 from whet.worker import Crew, hands_here
 from whet.workload import Workload
 
@@ -74,10 +74,11 @@ class Optimized:
     def in_mode(self, mode: str) -> Iterator[None]:
         """While it is on, what is replaced is what is best in this mode, also where nothing is when the host launches it."""
         way = self.ways.get(mode)
-        if way is None or way.wrong or not way.sites or (self.replaced.sites and mode == self.way):
+        checkpointed = [s for s in self.replaced.sites if s[0].kind == CHECKPOINT]
+        there = mode == self.way and len(checkpointed) < len(self.replaced.sites)
+        if way is None or way.wrong or not way.sites or there:
             yield
             return
-        checkpointed = [s for s in self.replaced.sites if s[0].kind == CHECKPOINT]
         try:
             self.replaced.ask(way.choices, way.sites + checkpointed)
             yield
@@ -194,7 +195,8 @@ class OptimizeTask:
 def _optimize(report: Optimized, asked: OptimizeTask, lock: Lock) -> None:
     around = (asked.keep_logits, report.optimizer, report.allow)
     decided = Decisions(lock, report.model, asked.calls, asked.works[0].kind, around, modes_here())
-    with Crew(0 if decided.met_before() or not torch.cuda.is_available() else hands_here()) as crew:
+    ahead = torch.cuda.is_available() and leader() and not decided.met_before()
+    with Crew(hands_here() if ahead else 0) as crew:
         asked = replace(asked, crew=crew)
         while not _attempt(report, asked, decided):
             report.groups, report.ways, report.note = [], {}, ""
@@ -248,6 +250,8 @@ def _tuned(report: Optimized, asked: OptimizeTask, sites: list[tuple[Site, Verdi
     """Candidates are chosen for what these sites ask; False where that is not what a decision of the lock was taken with."""
     made = recorded(report.replaced, asked.works, sites)
     tuned = tune(made, decided.lock, decided.modes, asked.progress, asked.seconds, reach=REACH, crew=asked.crew)
+    if asked.crew is not None:
+        asked.crew.stop()  # whoever was not needed
     report.entries |= tuned.entries
     for mode in (m for m in decided.modes if m in tuned.choices):
         report.ways.setdefault(mode, Way(mode, tuned.choices[mode])).choices = tuned.choices[mode]

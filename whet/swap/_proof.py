@@ -17,6 +17,7 @@ from whet.judge import Verdict, judge
 from whet.swap import Journal, Met, Site
 from whet.swap._packed import is_plain, keep_packed
 
+FAR = 4  # times what lies between: rows that are farther apart are copied nearer together
 WIDE = (torch.float32, torch.float16, torch.bfloat16)
 
 
@@ -74,22 +75,26 @@ def own_dtype(given: Iterable[torch.Tensor]) -> torch.dtype:
 def laid_as(t: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     """A copy that lies in memory as this tensor does, also where rows are apart or one stands for all: kernels go by that."""
     t = t.detach()
-    if type(t) is not torch.Tensor or t.layout != torch.strided or not spread(t):
-        return t.to(dtype, copy=True)
-    laid = torch.empty_strided(t.shape, t.stride(), dtype=dtype, device=t.device)
-    once = tuple(slice(1) if stride == 0 else slice(None) for stride in t.stride())
+    plain = type(t) is torch.Tensor and t.layout == torch.strided and not t.is_nested and not t.is_quantized
+    strides = laid_strides(t) if plain else None
+    if strides is None:
+        return t.clone() if t.dtype == dtype else t.to(dtype)
+    laid = torch.empty_strided(t.shape, strides, dtype=dtype, device=t.device)
+    once = tuple(slice(1) if stride == 0 else slice(None) for stride in strides)
     laid[once].copy_(t[once])
     return laid
 
 
-def spread(t: torch.Tensor) -> bool:
-    """Whether no two elements share a place, but those along a dimension without a stride."""
-    end = 0
-    for stride, size in sorted((stride, size) for stride, size in zip(t.stride(), t.shape) if size > 1 and stride):
-        if stride <= end:
-            return False
-        end += stride * (size - 1)
-    return True
+def laid_strides(t: torch.Tensor) -> list[int] | None:
+    """The strides of a copy: the tensor's, but that what lies far apart there lies near here; None where places are shared."""
+    strides, last, end = list(t.stride()), 0, 1
+    for d in sorted((d for d in range(t.dim()) if t.shape[d] > 1 and strides[d]), key=t.stride):
+        if t.stride(d) <= last:
+            return None
+        last += t.stride(d) * (t.shape[d] - 1)
+        strides[d] = t.stride(d) if t.stride(d) <= FAR * end else (end + 15) // 8 * 8  # loads stay aligned
+        end = max(end, strides[d] * t.shape[d])
+    return strides
 
 
 def cast(value: Any, dtype: torch.dtype) -> Any:

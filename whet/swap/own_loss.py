@@ -8,19 +8,21 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.utils._pytree import tree_map
 
 from whet.swap import Edit, Left, Met, Site, new_forward
-from whet.swap._handed import HandedOn, head_forward
+from whet.swap._handed import Handed, HandedOn, head_forward
 from whet.swap.lm_head import asks_causal_loss, head_of, head_site, language_model, plain
 
 
 def forward(self, *args, **kwargs):
-    state = self._whet_handed
     asked = self.training and kwargs.get("labels") is not None and kwargs.get("return_dict") is not False
-    if asked and plain(head_of(self)) and not torch.compiler.is_compiling():
-        out = state.run(self._whet_forward, args, kwargs)
-        if state.used and isinstance(out, Mapping):
-            return type(out)(**{k: v for k, v in out.items() if k != "logits"})
+    if asked and torch.is_grad_enabled() and plain(head_of(self)) and not torch.compiler.is_compiling():
+        done, out = self._whet_handed.run(self._whet_forward, args, kwargs)
+        if done and not isinstance(out, Mapping):
+            return tree_map(lambda v: None if isinstance(v, Handed) else v, out)
+        if done:
+            return type(out)(**{k: v for k, v in out.items() if not isinstance(v, Handed)})
     return self._whet_forward(*args, **kwargs)
 
 

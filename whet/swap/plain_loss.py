@@ -20,10 +20,9 @@ NAME = "cross_entropy"
 
 def forward(self, *args, **kwargs):
     """The forward with head and loss in one, in training; as it was elsewhere, and where its loss is never come to."""
-    state = self._whet_handed
     if self.training and torch.is_grad_enabled() and not torch.compiler.is_compiling():
-        out = state.run(self._whet_forward, args, kwargs)
-        if state.used:
+        done, out = self._whet_handed.run(self._whet_forward, args, kwargs)
+        if done:
             return tree_map(lambda v: None if isinstance(v, Handed) else v, out)
     return self._whet_forward(*args, **kwargs)
 
@@ -52,6 +51,7 @@ def served(module: Any) -> bool:
 
 
 def find(model: nn.Module, met: dict[str, Met]) -> Iterator[Site | Left]:
+    taken = list[nn.Module]()
     for path, module in model.named_modules():
         function = own_forward(module)
         if path not in met or function is None or callable(getattr(module, "get_output_embeddings", None)):
@@ -64,6 +64,10 @@ def find(model: nn.Module, met: dict[str, Met]) -> Iterator[Site | Left]:
         if type(linear) is not nn.Linear or not is_plain(linear.weight):
             yield Left(path, f"its head {heads[0]} is not a plain linear layer")
             continue
+        if any(linear is other for other in taken):
+            yield Left(path, f"its head {heads[0]} is another module's, too")
+            continue
+        taken.append(linear)
         if not module.training:
             yield Left(path, "it is in eval mode, where logits are wanted beside the loss")
             continue
