@@ -13,6 +13,9 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
+from whet.op import autocast_of
+from whet.swap import Edit, new_forward
+
 ROWS_ALONE = "only the rows of logits that were not computed can be reshaped"
 
 
@@ -61,9 +64,7 @@ class Handed:
     """Hidden states and their head, reshaped and cut by rows as logits would be."""
 
     def __init__(self, hidden: torch.Tensor, head: nn.Linear, state: HandedOn, dtype: torch.dtype | None = None):
-        kind = hidden.device.type
-        self.hidden, self.head, self.state = hidden, head, state
-        self.autocast = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else None
+        self.hidden, self.head, self.state, self.autocast = hidden, head, state, autocast_of(hidden)
         self.dtype, self.device, self.words = dtype or self.autocast or hidden.dtype, hidden.device, head.weight.shape[0]
 
     @classmethod
@@ -143,3 +144,16 @@ def head_forward(self, hidden):
         return self._whet_forward(hidden)
     state.handed = True
     return Handed(hidden, self, state)
+
+
+def edits_of(head: nn.Module, module: nn.Module, forward: Callable, ops) -> list[Edit]:
+    """What makes a head hand on to a loss of linear_cross_entropy's, while its module runs this forward."""
+    state = HandedOn(ops.linear_cross_entropy)
+    return [
+        *new_forward(head, head_forward), Edit(head, "_whet_handed", state),
+        *new_forward(module, forward), Edit(module, "_whet_handed", state),
+    ]
+
+
+def served(module: Any) -> bool:
+    return module._whet_handed.used

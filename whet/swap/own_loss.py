@@ -4,14 +4,13 @@ Its forward and its loss run as they are, with what the head hands on in the pla
 """
 
 from collections.abc import Iterator, Mapping
-from typing import Any
 
 import torch
 from torch import nn
 from torch.utils._pytree import tree_map
 
-from whet.swap import Edit, Left, Met, Site, new_forward
-from whet.swap._handed import Handed, HandedOn, head_forward
+from whet.swap import Edit, Left, Met, Site
+from whet.swap._handed import Handed, edits_of, served
 from whet.swap.lm_head import asks_causal_loss, head_of, head_site, language_model, plain
 
 
@@ -27,15 +26,7 @@ def forward(self, *args, **kwargs):
 
 
 def edits(model: nn.Module, ops) -> list[Edit]:
-    head, state = head_of(model), HandedOn(ops.linear_cross_entropy)
-    return [
-        *new_forward(head, head_forward), Edit(head, "_whet_handed", state),
-        *new_forward(model, forward), Edit(model, "_whet_handed", state),
-    ]
-
-
-def served(model: Any) -> bool:
-    return model._whet_handed.used
+    return edits_of(head_of(model), model, forward, ops)
 
 
 def find(model: nn.Module, met: dict[str, Met]) -> Iterator[Site | Left]:

@@ -2,16 +2,15 @@
 
 import types
 from collections.abc import Iterator
-from typing import Any
 
 import torch
 from torch import nn
 from torch.utils._pytree import tree_map
 
-from whet.swap import Edit, Left, Met, Site, new_forward
+from whet.swap import Left, Met, Site
 from whet.swap._biases import covered_biases
 from whet.swap._globals import plain_function
-from whet.swap._handed import Handed, HandedOn, head_forward
+from whet.swap._handed import Handed, edits_of, served
 from whet.swap._packed import is_plain
 from whet.swap._proof import outputs_left
 
@@ -38,18 +37,6 @@ def heads_of(module: nn.Module, function: types.FunctionType) -> list[str]:
     return [n for n, m in module.named_children() if isinstance(m, nn.Linear) and n in function.__code__.co_names]
 
 
-def edits(module: nn.Module, ops, head: str) -> list[Edit]:
-    state, linear = HandedOn(ops.linear_cross_entropy), module.get_submodule(head)
-    return [
-        *new_forward(linear, head_forward), Edit(linear, "_whet_handed", state),
-        *new_forward(module, forward), Edit(module, "_whet_handed", state),
-    ]
-
-
-def served(module: Any) -> bool:
-    return module._whet_handed.used
-
-
 def find(model: nn.Module, met: dict[str, Met]) -> Iterator[Site | Left]:
     taken = list[nn.Module]()
     for path, module in model.named_modules():
@@ -73,7 +60,7 @@ def find(model: nn.Module, met: dict[str, Met]) -> Iterator[Site | Left]:
             continue
 
         def with_head(module, ops, head=heads[0]):
-            return edits(module, ops, head)
+            return edits_of(module.get_submodule(head), module, forward, ops)
 
         site = Site(
             path, module, with_head, f"head of {linear.out_features:,} words and its loss", serves=served, drops="asked",
