@@ -14,7 +14,7 @@ from whet.op import DTYPES, Call, Impl, as_tuple, discover
 from whet.prove import neighbours, wrong_now
 from whet.source import files_of, fingerprint, module_of
 from whet.tune import tune
-from whet.verify import Use, Violation, evaluate, evidence, verify
+from whet.verify import Evidence, Use, Violation, evaluate, evidence, verify
 
 CALL = Call("rms_norm", dict(M=32, N=256), "bfloat16", True)
 
@@ -373,3 +373,15 @@ def test_whet_prove_tells_each_candidate_and_keeps_what_was_proved_when_it_is_st
     monkeypatch.setattr(proofs, "prove_all", cut)
     told = CliRunner().invoke(app, ["prove", "rms_norm", "--without", "compile", "--records", str(tmp_path), "--json"])
     assert told.exit_code == 130 and json.loads(told.stdout)["measured"]["rows"] == rows[:2]
+
+
+def test_on_a_gpu_the_oracles_results_are_kept_up_to_so_many_bytes(monkeypatch):
+    proof = prove.Proof(discover()["rms_norm"], "torch", CALL, "cuda")
+    made = Evidence({"output 0": torch.ones(4, 8)}, {"output 0": torch.ones(4, 8)})
+    monkeypatch.setattr(prove, "KEPT_BYTES", 2 * prove.held_bytes(made))
+    kept: dict = {}
+    monkeypatch.setattr(prove, "_kept", kept)
+    kept["first"] = made
+    assert proof.keeps({}, made)
+    kept["second"] = made
+    assert not proof.keeps({}, made)

@@ -79,3 +79,13 @@ def test_what_was_left_out_for_a_stock_call_that_is_wrong_is_proved_after_all(mo
     asked = verified(monkeypatch, lock, 1.5, stock_ok=False)
     assert asked["slow"] == [{"beside": "torch", "reach": 1.5}, {}]
     assert lock.calls[f"{CALL.key} @ eager"]["candidates"]["slow"]["ok"]
+
+
+def test_candidates_of_large_products_are_one_hands_and_the_slowest_begin():
+    cases = {"linear_cross_entropy": {"M": 16384, "D": 768, "V": 50257}, "rms_norm": {"M": 8, "N": 32}}
+    calls = [(Call(op, {**case, "layout": "contiguous"}, "bfloat16", True), 1) for op, case in cases.items()]
+    work = Work(reversed(calls), Lock(), ("eager",), lambda *step: None, 1.0, None, True)
+    heavy, *others = work._shares()
+    assert {call.op for call, _ in heavy} == {"linear_cross_entropy"} and len(heavy) > 1
+    assert all(len(share) == 1 and share[0][0].op == "rms_norm" for share in others) and others[0][0][1] == "compile"
+    assert sorted(str(item) for item in work.todo) == sorted(str(item) for share in [heavy, *others] for item in share)

@@ -20,7 +20,7 @@ import torch
 from whet import machine
 from whet.figures import error_line
 from whet.judge import Verdict, usual_errors
-from whet.op import DTYPES, Call, Op, Rank, base, lay, tensors
+from whet.op import DTYPES, Call, Op, Rank, base, lay, nbytes, tensors
 from whet.values import EXACT, OVERFLOWING, POISONED, UNDEFINED, Option
 from whet.verify import Evidence, Use, Violation, evaluate, evidence, leaf_copies, unchanged, verify
 from whet.whole import verify_whole
@@ -28,6 +28,7 @@ from whet.whole import verify_whole
 FEW, FEW_INTERPRETED = 2**21, 2**14  # elements of the arguments on which hostile values and uses are tried
 PROVABLE = 2**27  # elements of the arguments whose float64 oracle fits beside those of other children
 KEPT = 2**21  # elements under which the oracle's results are kept for the next candidate of the call
+KEPT_BYTES = 2**32  # on a GPU they are kept of any call, up to so much in a child: there the oracle is most of the work
 MANY, DRAWS = 2**12, 8  # values of a result among which eager's worst error is no luck, and draws in place of them
 FURTHER = 2.0  # of the budget in every trial but the call itself: of so many, eager's own error is small by luck in some
 FURTHER_EXACT = 4.0  # the same in float32, where luck is wider and faults are a thousand times the budget
@@ -111,18 +112,28 @@ class Proof:
             baseline = replace(baseline, scores=None)
         if any(t is not None and t.numel() < MANY for t in baseline.oracle.values()):
             baseline = replace(baseline, usual=self.usual(made, use, baseline))
-        if sum(t.numel() for t in tensors(args)) <= KEPT:
+        if self.keeps(args, baseline):
             _kept[key] = baseline
         return baseline
+
+    def keeps(self, args: dict, made: Evidence) -> bool:
+        """Whether what the oracle made of these arguments is kept."""
+        if self.device == "cpu":
+            return sum(t.numel() for t in tensors(args)) <= KEPT
+        return held_bytes(made) + sum(map(held_bytes, _kept.values())) <= KEPT_BYTES
 
     def usual(self, made: TrialInputs, use: Use, baseline: Evidence) -> dict:
         """Eager's errors over several draws: of few values a single one may be lucky."""
         few = [name for name, t in baseline.oracle.items() if t is not None and t.numel() < MANY]
-        drawn = [baseline]
+
+        def kept(found: Evidence) -> tuple[dict, dict]:
+            return {name: found.eager[name] for name in few}, {name: found.oracle[name] for name in few}
+
+        drawn = [kept(baseline)]
         for seed in range(1, DRAWS):
             if (args := self.inputs(replace(made, seed=100 * seed))) is not None:
-                drawn.append(evidence(self.op, args, use))
-        return usual_errors([(e.eager, {name: e.oracle[name] for name in few}) for e in drawn])
+                drawn.append(kept(evidence(self.op, args, use)))
+        return usual_errors(drawn)
 
     def verify(self, made: TrialInputs, use: Use | None = None, like: Use | None = None, sliced: str = "") -> Verdict | None:
         """One trial.
@@ -286,6 +297,10 @@ def run_once(op: Op, name: str, call: Call, device: str) -> None:
     proof = Proof(op, name, call, device)
     if (args := proof.args(TrialInputs(proof.small, call.dtype))) is not None:
         proof.run(args, Use(call.grad))
+
+
+def held_bytes(made: Evidence) -> int:
+    return nbytes(*(t for found in (made.oracle, made.eager) for t in found.values()), made.scores)
 
 
 def further(dtype: str) -> float:

@@ -1,6 +1,7 @@
 """Verified and fastest -> Choices. Each candidate is tried in a child process; each result is saved as soon as it is known."""
 
 import functools
+import itertools
 import threading
 from collections.abc import Callable, Iterable
 from dataclasses import asdict, dataclass
@@ -16,6 +17,7 @@ from whet.race import Timing, apart_outcome, leanest, outcome
 from whet.source import fingerprint
 from whet.worker import Crew, Hands, Lost, Worker
 
+HEAVY = 2 * 10**12  # flops of a call whose float64 oracle takes longer than starting a candidate; a cuBLAS of float64: 50 a ps
 LIMIT_S = 120.0  # a candidate that takes longer to compile and verify is given up
 DECIDED = ("chosen", "untimed", "why", "ms", "vs_eager", "rival", "vs_rival", "floor_ms", "bound", "bytes", "flops", "busy")
 
@@ -168,11 +170,29 @@ class Work:
 
     def start(self) -> None:
         """Children begin to verify what is still open."""
-        # The slowest first, so that none is left to one hand at the end.
-        self.todo.sort(key=lambda item: self.ops[item[0].op].impl(item[1]).rank != Rank.COMPILED)
         if self.todo:
             self.timer.start()  # ready by the time there is something to time
-        self.hands = Hands(self.todo, self._verify_some)
+        self.hands = Hands(self._shares(), lambda shares, many: self._verify_some(itertools.chain.from_iterable(shares), many))
+
+    def _shares(self) -> list[list[tuple[Call, str]]]:
+        """What is verified by one hand each, the slowest first, so that none is left to one hand at the end.
+
+        Candidates of a call with large products stay together: there the oracle is the work, and a child keeps its results.
+        """
+        flops = {key: self._flops(self.calls[key]) for key in self.names}
+
+        def slowest(item: tuple[Call, str]) -> tuple:
+            call, name = item
+            return flops[call.key] < HEAVY, self.ops[call.op].impl(name).rank != Rank.COMPILED, -flops[call.key]
+
+        found: dict[str, list[tuple[Call, str]]] = {}
+        for call, name in sorted(self.todo, key=slowest):
+            found.setdefault(call.key if flops[call.key] >= HEAVY else f"{call.key} {name}", []).append((call, name))
+        return list(found.values())
+
+    def _flops(self, call: Call) -> int:
+        op = self.ops[call.op]
+        return op.cost(**op.inputs(dtype=DTYPES[call.dtype], device="meta", **call.case)).of(call.grad)[1]
 
     def verify_rest(self) -> None:
         self.hands.wait()
