@@ -17,7 +17,8 @@ Context = Annotated[str | None, option(f"Tokens in the cache (default {GPU_CONTE
 Batch = Annotated[str | None, option(f"Rows decoded at once (default {GPU_BATCHES}; on a CPU {CPU_BATCHES}).")]
 Quants = Annotated[str, option("int8,int4,fp8: weights to time beside the model's own (default: none).")]
 Rivals = Annotated[str | None, option(
-    "transformers, transformers-static, gpt-fast, gpt-fast-tuned, all or none (default all; on a CPU transformers)."
+    "transformers, transformers-optimized, transformers-static, gpt-fast, gpt-fast-tuned, all or none "
+    "(default all; on a CPU transformers)."
 )]
 SkipRivals = Annotated[bool, option("The same as --rivals none (default off).", "--skip-rivals")]
 Cross = Annotated[bool, option("Contexts at the first batch, batches at the first context (default all at all).", "--cross")]

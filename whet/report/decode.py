@@ -12,7 +12,8 @@ from whet.report.table import Column, Table, columns
 from whet.report.tables import spread
 
 TITLES = {
-    "transformers": "Transformers, eager", "transformers-static": "Transformers, static cache, compiled",
+    "transformers": "Transformers, eager", "transformers-optimized": "Transformers, eager, whet.optimize",
+    "transformers-static": "Transformers, static cache, compiled",
     "gpt-fast": "gpt-fast style, compiled", "gpt-fast-tuned": "gpt-fast style, compiled and tuned",
     "whet graph": "whet, one graph a token", "whet persistent": "whet, one kernel for all tokens",
 }

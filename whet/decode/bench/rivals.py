@@ -1,9 +1,10 @@
 """What whet's decoder is measured against, with the same weights in the same run.
 
-transformers         Hugging Face's model in eager mode, a cache that grows by a token, greedy
-transformers-static  the same with a static cache, one step compiled whole: torch.compile(mode="reduce-overhead")
-gpt-fast             a decoder written by hand in gpt-fast's style: static cache, one step compiled whole, reduce-overhead
-gpt-fast-tuned       the same with Inductor's coordinate descent, which also turns products with one row into reductions
+transformers            Hugging Face's model in eager mode, a cache that grows by a token, greedy
+transformers-optimized  the same after whet.optimize(model, batch, mode="infer")
+transformers-static     the same as the first with a static cache, one step compiled whole: mode="reduce-overhead"
+gpt-fast                a decoder written by hand in gpt-fast's style: static cache, one step compiled whole, reduce-overhead
+gpt-fast-tuned          the same with Inductor's coordinate descent, which also turns products with one row into reductions
 
 Each is a Contender, as whet's own are: one system at one batch and one length of cache.
 """
@@ -23,6 +24,7 @@ from torch import nn
 from whet.decode.bench.contender import Contender
 from whet.decode.chunks import CHUNK
 from whet.models.qwen3 import FAMILIES, Qwen3, Qwen3Config
+from whet.swap._optimize import optimize
 
 
 def hf_config(c: Qwen3Config, dtype: torch.dtype) -> dict[str, Any]:
@@ -113,6 +115,15 @@ class Transformers(Contender):
     def rewind(self):
         for layer, (keys, values) in zip(self.cache.layers, self.base):
             layer.keys, layer.values = keys, values
+
+
+class TransformersOptimized(Transformers):
+    """The same model after whet.optimize, given a prompt of this length: what a user of generate() gets by one line."""
+
+    def __init__(self, model: Qwen3, batch: int, length: int):
+        super().__init__(model, batch, length)
+        tokens = torch.arange(batch * length, device=model.embed.device).view(batch, length) % model.c.vocab
+        optimize(self.module, {"input_ids": tokens}, mode="infer")
 
 
 def must_be_placed(module: Any) -> bool:
@@ -311,8 +322,8 @@ class GptFastTuned(GptFast):
 
 
 RIVALS: dict[str, type[Contender]] = {
-    "transformers": Transformers, "transformers-static": TransformersStatic, "gpt-fast": GptFast,
-    "gpt-fast-tuned": GptFastTuned,
+    "transformers": Transformers, "transformers-optimized": TransformersOptimized, "transformers-static": TransformersStatic,
+    "gpt-fast": GptFast, "gpt-fast-tuned": GptFastTuned,
 }
 AHEAD = ("transformers-static", "gpt-fast")  # whose code can be made beforehand by another process
 
