@@ -1,7 +1,8 @@
 """Gated MLPs: down(act(gate(x)) * up(x)), act a SiLU or a GELU; the linears stay, and their products take several forms.
 
 Where the linears are plain ones, gate and up can also be one product with both weights beside each other, and an inner size
-that is no whole number of the tensor cores' loads can be padded. Which is fastest is measured.
+that is no whole number of the tensor cores' loads can be padded. Which is fastest is measured. In training a wide down does not
+keep what it is given: gated_linear makes that again in the backward.
 """
 
 import functools
@@ -25,11 +26,13 @@ from whet.swap._proof import Float64Everywhere, close, copied, plainly_called, r
 
 CLOSE = 1e-5  # of the size of the result; of several formulas as close as that, the nearest
 SPREAD = 4.0  # the largest gate of the probe: there a SiLU and both GELUs differ
+WIDE = 1024  # features of down's result from which making act(gate) * up again costs under 2% of the MLP's products
 ACTIVATIONS: dict[str, tuple[str, tuple, Callable]] = {  # words: op, options after gate and up, the stock function
     "SwiGLU": ("swiglu", (), F.silu),
     "GEGLU": ("geglu", ("none",), F.gelu),
     "GEGLU by tanh": ("geglu", ("tanh",), lambda x: F.gelu(x, approximate="tanh")),
 }
+OF_GATED_LINEAR = {"SwiGLU": "silu", "GEGLU": "gelu", "GEGLU by tanh": "gelu_tanh"}
 
 
 @dataclass(frozen=True)
@@ -121,41 +124,70 @@ def padded_by(module: nn.Module, form: GatedForm) -> tuple[Pads, Pads]:
     return Pads(pads(sizes(inner[0])[0], dtype), pads(size, dtype)), Pads(pads(size, dtype), pads(out, dtype))
 
 
-def called(module: nn.Module, names: tuple[str, ...], activation: Callable, options: tuple, x: torch.Tensor) -> torch.Tensor:
+def kept_less(down: Any) -> bool:
+    """Whether down's product may be gated_linear's here and now: in training, of a wide plain layer without a bias.
+
+    torch.compile, to which that op is opaque, decides for itself what is kept.
+    """
+    if not torch.is_grad_enabled() or torch.compiler.is_compiling() or not isinstance(down, nn.Linear):
+        return False
+    return down.bias is None and down.out_features >= WIDE and only_weights(down)
+
+
+class Inner:
+    """What lies between the first products and the last: the activation, and down's product where they are one op."""
+
+    def __init__(self, ops: Any, form: GatedForm):
+        op, self.options, _ = ACTIVATIONS[form.activation]
+        self.activation, self.linear, self.word = getattr(ops, op), ops.gated_linear, OF_GATED_LINEAR[form.activation]
+
+    def activated(self, gate: torch.Tensor, up: torch.Tensor | None) -> torch.Tensor:
+        return self.activation(gate, up, *self.options)
+
+    def down(self, down: Any, gate: torch.Tensor, up: torch.Tensor | None, multiplied: Callable) -> torch.Tensor:
+        """multiplied(down, h): down's product in its usual form."""
+        if kept_less(down):
+            return self.linear(gate, up, down.weight, self.word)
+        return multiplied(down, self.activated(gate, up))
+
+
+def called(module: nn.Module, names: tuple[str, ...], op: Inner, x: torch.Tensor) -> torch.Tensor:
     """By calling the linears, whatever they are."""
     *inner, down = (getattr(module, name) for name in names)
-    return down(activation(inner[0](x), inner[1](x) if len(inner) == 2 else None, *options))
+    return op.down(down, inner[0](x), inner[1](x) if len(inner) == 2 else None, lambda down, h: down(h))
 
 
 def in_one_product(more: Pads, more_down: Pads) -> Callable:
-    def run(inner: list, down: Any, activation: Callable, options: tuple, x: torch.Tensor) -> torch.Tensor:
-        return multiply(down, activation(multiply_both(inner, x, more), None, *options), more_down)
+    def run(inner: list, down: Any, op: Inner, x: torch.Tensor) -> torch.Tensor:
+        packed = multiply_both(inner, x, more)
+        if any(more_down):
+            return multiply(down, op.activated(packed, None), more_down)
+        return op.down(down, packed, None, lambda down, h: multiply(down, h, more_down))
 
     return run
 
 
 def apart(more: Pads, more_down: Pads) -> Callable:
-    def run(inner: list, down: Any, activation: Callable, options: tuple, x: torch.Tensor) -> torch.Tensor:
+    def run(inner: list, down: Any, op: Inner, x: torch.Tensor) -> torch.Tensor:
         gate, up = (multiply(m, x, more, wide=True) for m in inner)
-        return multiply(down, activation(gate, up, *options), more_down)
+        return multiply(down, op.activated(gate, up), more_down)
 
     return run
 
 
 def edits_with(form: GatedForm, fewest: int, products: Callable | None = None) -> Edits:
     """products: of the weights, where the linears are plain ones still; None: by calling them."""
-    op, options, _ = ACTIVATIONS[form.activation]
 
     def edits(module: nn.Module, ops) -> list[Edit]:
-        activation = getattr(ops, op)
+        op = Inner(ops, form)
 
         def forward(self, x, *rest, **others):
             if rest or others or few((x,), {}, fewest) or self.training and not form.in_training:
                 return self._whet_forward(x, *rest, **others)
             if products is None or not plain_linears(self, form):
-                return called(self, form.names, activation, options, x)
+                return called(self, form.names, op, x)
             *inner, down = (getattr(self, name) for name in form.names)
-            return products(inner, down, activation, options, x)
+            return products(inner, down, op, x)
 
         return new_forward(module, forward)
 

@@ -1,0 +1,230 @@
+"""gated_linear: the end of a gated MLP, act(gate) * up times w.T, which keeps gate and up alone for the backward.
+
+The product act(gate) * up, as large as gate, is what a linear layer keeps to compute the gradient of w. Here the kernel that
+computes the gradients of gate and up writes it once more, over its own upstream gradient: M*N elements less are held
+from forward to backward, for M*N more written. The products are PyTorch's. Opaque to torch.compile: there, call swiglu or geglu
+and F.linear.
+"""
+
+import torch
+import torch.nn.functional as F
+import triton
+import triton.language as tl
+
+from whet.op import Cost, Impl, Op, compiled, floating, lay, layout_of, nbytes, same_device
+from whet.ops import _gated
+from whet.ops._phi import _gelu_factor
+from whet.ops._rows import KERNEL_DTYPES, unit_rows
+from whet.ops.geglu import forward as geglu_forward
+from whet.ops.geglu import forward_packed as geglu_packed
+from whet.ops.geglu import reference as geglu_reference
+from whet.ops.swiglu import forward as swiglu_forward
+from whet.ops.swiglu import forward_packed as swiglu_packed
+from whet.ops.swiglu import reference as swiglu_reference
+from whet.parts import row_pieces
+from whet.torch_ops import Fused
+from whet.values import families
+
+GELUS = {"gelu": "none", "gelu_tanh": "tanh"}  # activation: approximate, as in geglu
+
+
+def reference(gate, up, w, activation="silu"):
+    """y = (act(gate) * up) @ w.T.  gate, up (..., N);  w (D, N);  activation "silu", "gelu" or "gelu_tanh".
+
+    up=None: gate is packed, its first half the gate, its second up.
+    """
+    h = swiglu_reference(gate, up) if activation == "silu" else geglu_reference(gate, up, GELUS[activation])
+    return F.linear(h, w)
+
+
+def inputs(dtype, device, M, N, D, packed=False, activation="silu", layout="contiguous", w_layout="contiguous"):
+    w = lay((max(1, N) ** -0.5 * torch.randn(D, N, device=device)).to(dtype), w_layout)
+    return _gated.inputs(dtype, device, M, N, packed, layout) | dict(w=w, activation=activation)
+
+
+def case_of(gate, up, w, activation="silu"):
+    case = _gated.case_of(gate, up) | dict(D=w.shape[0], activation=activation)
+    return case if w.is_contiguous() else case | dict(w_layout=layout_of(w))
+
+
+def check(gate, up, w, activation="silu"):
+    if reason := _gated.check(gate, up) or floating(w=w) or same_device(gate=gate, w=w):
+        return reason
+    N = gate.shape[-1] // (2 if up is None else 1)
+    if w.dim() != 2 or w.shape[1] != N or w.numel() < 1:
+        return f"w must have shape (D, {N}) to match gate, got {tuple(w.shape)}"
+    if w.dtype != gate.dtype and not torch.is_autocast_enabled(gate.device.type):
+        return f"w must have gate's dtype {gate.dtype} outside autocast, got {w.dtype}"
+    return None
+
+
+def cost(gate, up, w, activation="silu"):
+    inner = _gated.cost(gate, up, flops=11, bwd_flops=24)
+    M = gate.numel() // max(1, gate.shape[-1])
+    product, given, y = 2 * M * w.numel(), nbytes(gate, up, w), M * w.shape[0] * gate.element_size()
+    return Cost(bytes=given + y, flops=product + inner.flops, bwd_bytes=2 * given + y, bwd_flops=2 * product + inner.bwd_flops)
+
+
+@triton.jit
+def _gated_again_kernel(
+    dh_ptr, gate_ptr, up_ptr,  # inputs; h takes dh's place
+    dgate_ptr, dup_ptr,  # outputs
+    stride_dhm, stride_gm, stride_um, stride_dgm, stride_dum,
+    M, N,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, SILU: tl.constexpr, TANH: tl.constexpr, AGAIN: tl.constexpr,
+):
+    """act(gate) = gate * p:  dgate = dh * up * (p + gate * p');  dup = dh * gate * p;  h = gate * p * up, written over dh.
+
+    Fuses   both gradients and the forward's result; gate and up, and their gradients, may be the halves of packed rows.
+    Moves   dh, gate, up in; dgate, dup out, and h where AGAIN = 6*M*N * itemsize, 5 without h.
+    Rounds  once, at each store; fp32 inside.
+    """
+    pid = tl.program_id(0)
+    across = tl.cdiv(N, BLOCK_N)
+    m = (pid // across).to(tl.int64) * BLOCK_M + tl.arange(0, BLOCK_M)
+    n = (pid % across).to(tl.int64) * BLOCK_N + tl.arange(0, BLOCK_N)
+    inside = (m < M)[:, None] & (n < N)[None, :]
+
+    dh = tl.load(dh_ptr + m[:, None] * stride_dhm + n[None, :], mask=inside, other=0.0).to(tl.float32)
+    gate = tl.load(gate_ptr + m[:, None] * stride_gm + n[None, :], mask=inside, other=0.0).to(tl.float32)
+    up = tl.load(up_ptr + m[:, None] * stride_um + n[None, :], mask=inside, other=0.0).to(tl.float32)
+
+    if SILU:
+        p = tl.sigmoid(gate)
+        slope = p + gate * p * (1.0 - p)
+    else:
+        p, density = _gelu_factor(gate, gate_ptr, TANH)
+        slope = p + gate * density
+    act = gate * p
+    tl.store(dgate_ptr + m[:, None] * stride_dgm + n[None, :], dh * up * slope, mask=inside)
+    tl.store(dup_ptr + m[:, None] * stride_dum + n[None, :], dh * act, mask=inside)
+    if AGAIN:
+        tl.store(dh_ptr + m[:, None] * stride_dhm + n[None, :], act * up, mask=inside)
+
+
+def activated(gate, up, activation):
+    """act(gate) * up."""
+    if activation == "silu":
+        return swiglu_packed(gate) if up is None else swiglu_forward(gate, up)
+    approximate = GELUS[activation]
+    return geglu_packed(gate, approximate) if up is None else geglu_forward(gate, up, approximate)
+
+
+def forward(gate, up, w, activation, need_dgate, need_dw):
+    return F.linear(activated(gate, up, activation), w)
+
+
+def backward(dy, gate, up, w, activation, need_dgate, need_dw):
+    """dgate, dup and dw, each of no elements where it is not asked for. dup: None where gate is packed."""
+    flat, none = unit_rows(dy), dy.new_empty(0)
+    if not need_dgate:
+        h = activated(gate, up, activation)
+        return none, None if up is None else none, flat.t() @ h.view(-1, h.shape[-1])
+    h = flat @ w  # dh until the kernel has run
+    dgate, dup = (None if t is None else torch.empty_like(t, memory_format=torch.contiguous_format) for t in (gate, up))
+    if h.numel():
+        tensors = [h, *_gated.halves(gate), *_gated.halves(dgate)] if up is None else _gated.as_rows(h, gate, up, dgate, dup)
+        variant = dict(SILU=activation == "silu", TANH=activation == "gelu_tanh", AGAIN=need_dw)
+        _gated.launch(_gated_again_kernel, *tensors, **variant)
+    return dgate, dup, flat.t() @ h if need_dw else none
+
+
+def _bwd_fake(dy, gate, up, w, activation, need_dgate, need_dw):
+    dgate, dup = (None if t is None else dy.new_empty(t.shape if need_dgate else 0) for t in (gate, up))
+    N = gate.shape[-1] // (2 if up is None else 1)
+    return dgate, dup, dy.new_empty((dy.shape[-1], N) if need_dw else 0)
+
+
+def _without_up(grads):
+    return grads[0], grads[2]
+
+
+def _save(args, results):
+    """gate and up always; w only where dgate asks for it."""
+    *gated, w, activation, need_dgate, need_dw = args
+    return (*gated, w if need_dgate else None), (activation, need_dgate, need_dw)
+
+
+FUSED = Fused(
+    "gated_linear",
+    "(Tensor gate, Tensor up, Tensor w, str activation, bool need_dgate, bool need_dw) -> Tensor", forward,
+    lambda gate, up, w, *rest: gate.new_empty((*gate.shape[:-1], w.shape[0])),
+    "(Tensor dy, Tensor gate, Tensor up, Tensor? w, str activation, bool need_dgate, bool need_dw) -> (Tensor, Tensor, Tensor)",
+    backward, _bwd_fake,
+    save=_save,
+    grads_to=(0, 1, 2, None, None, None),
+)
+PACKED = Fused(
+    "gated_linear_packed",
+    "(Tensor gate, Tensor w, str activation, bool need_dgate, bool need_dw) -> Tensor",
+    lambda gate, *rest: forward(gate, None, *rest),
+    lambda gate, w, *rest: gate.new_empty((*gate.shape[:-1], w.shape[0])),
+    "(Tensor dy, Tensor gate, Tensor? w, str activation, bool need_dgate, bool need_dw) -> (Tensor, Tensor)",
+    lambda dy, gate, *rest: _without_up(backward(dy, gate, None, *rest)),
+    lambda dy, gate, *rest: _without_up(_bwd_fake(dy, gate, None, *rest)),
+    save=_save,
+    grads_to=(0, 1, None, None, None),
+)
+
+
+def refuses(gate, up, w, activation="silu"):
+    for name, t in (("gate", gate), ("up", up), ("w", w)):
+        if t is not None and t.dtype not in KERNEL_DTYPES:
+            return f"{name} must be float32, float16 or bfloat16, got {t.dtype}"
+    most = max(gate.numel(), gate.numel() // max(1, gate.shape[-1]) * w.shape[0])
+    return f"gate and y must have less than 2^31 elements, got {most:,}" if most >= 1 << 31 else None
+
+
+def keeps_more(gate, up, w, activation="silu"):
+    return "Inductor keeps act(gate) * up for the backward, which this op is there not to do"
+
+
+def run_triton(gate, up, w, activation="silu"):
+    if torch.is_autocast_enabled(gate.device.type):
+        dtype = torch.get_autocast_dtype(gate.device.type)
+        gate, up, w = (None if t is None else t.to(dtype) for t in (gate, up, w))
+    need_dgate = gate.requires_grad or up is not None and up.requires_grad
+    rest = (w, activation, torch.is_grad_enabled() and need_dgate, torch.is_grad_enabled() and w.requires_grad)
+    return PACKED(gate, *rest) if up is None else FUSED(gate, up, *rest)
+
+
+def run_torch(gate, up, w, activation="silu"):
+    if up is None:
+        gate, up = gate.chunk(2, -1)
+    return F.linear((F.silu(gate) if activation == "silu" else F.gelu(gate, approximate=GELUS[activation])) * up, w)
+
+
+OP = Op(
+    name="gated_linear",
+    reference=reference,
+    inputs=inputs,
+    case_of=case_of,
+    check=check,
+    cases=(
+        dict(M=1, N=128, D=16), dict(M=7, N=100, D=24), dict(M=33, N=64, D=40, activation="gelu"), dict(M=0, N=64, D=8),
+        dict(M=5, N=37, D=7, activation="gelu_tanh"), dict(M=3, N=1, D=1), dict(M=7, N=100, D=24, packed=True),
+        dict(M=5, N=37, D=9, packed=True, activation="gelu"), dict(M=0, N=64, D=8, packed=True),
+        dict(M=9, N=96, D=16, layout="sliced"), dict(M=9, N=96, D=16, layout="transposed"),
+        dict(M=9, N=96, D=16, layout="expanded"), dict(M=9, N=96, D=16, packed=True, layout="sliced"),
+        dict(M=9, N=96, D=16, w_layout="transposed"), dict(M=9, N=96, D=16, w_layout="sliced", activation="gelu_tanh"),
+    ),
+    shapes={
+        "8192x3072x1024": dict(M=8192, N=3072, D=1024), "8192x3072x1024 packed": dict(M=8192, N=3072, D=1024, packed=True),
+        "8192x8192x2048": dict(M=8192, N=8192, D=2048),
+        "8192x9216x2304 gelu": dict(M=8192, N=9216, D=2304, activation="gelu_tanh"),
+    },
+    cost=cost,
+    grads=("gate", "up", "w"),
+    impls={
+        "torch": Impl(run_torch),
+        "compile": Impl(compiled(reference), keeps_more, limits=("any call: it keeps act(gate) * up for the backward",)),
+        "triton": Impl(
+            run_triton, refuses, needs="triton", limits=("dtypes other than fp32, fp16, bf16", "2^31 elements of gate or y"),
+        ),
+    },
+    dynamic=("M",),
+    tiny=dict(M=16, N=100, D=32),
+    hostile=families(("gate", "up"), ("w",), limit=2.0**7),
+    pieces=row_pieces("gate", "up", added=("w",)),
+    kinds={"up": "tensor | None", "activation": " | ".join(map(repr, ("silu", *GELUS)))},
+)
