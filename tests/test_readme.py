@@ -28,7 +28,7 @@ PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", ROOT / "CHANGELOG.md", *s
 README = (ROOT / "README.md").read_text()
 FILES = {  # the record that feeds a table; those of decoding have tests of their own, and checks are made from themselves
     "bench": "bench-a", "summary": "bench-a", "machine": "bench-a", "ops": "bench-a", "predictions": "bench-a",
-    "plans": "optimize-a", "steps": "optimize-a", "optimize-run": "optimize-a", "finding": "doctor-a", "proved": "prove-a",
+    "plans": "optimize-a", "optimize-run": "optimize-a", "finding": "doctor-a", "proved": "prove-a",
     "mutants": "cpu-mutants-a", "gpu-tests": "gpu-tests", "ways": "step-a",
 }
 LINES = 170  # of README: what is longer belongs into docs/

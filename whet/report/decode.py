@@ -1,6 +1,6 @@
 """The decoder's figures: the summary of a generated text, and the tables of its benchmark for terminal, README and docs."""
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 from rich.console import Console
@@ -190,13 +190,24 @@ def full(root: Path) -> str:
     return "\n\n".join(parts) or absent("decode")
 
 
+def most_systems(found: Iterable[tuple[Records, dict]]) -> list[tuple[Records, dict]]:
+    """Of each model the record in which the most systems were timed, the first of several."""
+    best: dict[str, tuple[Records, dict]] = {}
+    for used, measured in found:
+        systems = {(r["system"], r["quant"]) for r in measured["rows"]}
+        if len(systems) > len({(r["system"], r["quant"]) for r in best.get(measured["model"], ({}, {"rows": []}))[1]["rows"]}):
+            best[measured["model"]] = used, measured
+    return list(best.values())
+
+
 def summary(root: Path, compared: bool = False) -> str:
     """Tokens a second by system, one row for each batch and context; whet's share of the floor, and its best in each quant.
 
-    compared: only where a rival was timed too; the model's name is in the first column's title.
+    compared: only where a rival was timed too, and of each model the record with the most systems; the model's name is in
+    the first column's title.
     """
     parts = []
-    for used, measured in recorded(root):
+    for used, measured in most_systems(recorded(root)) if compared else recorded(root):
         timed = ordered(measured["rows"])
         rows = [r for r in timed if not r["quant"]]
         quants = [q for q in dict.fromkeys(r["quant"] for r in measured["rows"]) if q]

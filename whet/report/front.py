@@ -1,13 +1,12 @@
-"""README's excerpts from records: terminal output of real runs, and a table of training steps."""
+"""README's excerpts from records: terminal output of real runs."""
 
 import io
 from pathlib import Path
 
 from rich.console import Console
 
-from whet.figures import ms
 from whet.report import findings, run_tables, tables
-from whet.report.markdown import absent, grid, read, source
+from whet.report.markdown import absent, read, source
 
 WIDTH = 144  # columns: the table of plans fits without wrapping
 
@@ -50,17 +49,3 @@ def finding(root: Path) -> str:
         findings.show(console, {"sentence": made["sentence"], "findings": measured[:1], "step": made["step"]})
         return f"{screen(r['command'], console)}\n{source({name: r})}"
     return absent("doctor")
-
-
-def steps(root: Path) -> str:
-    """One training step: the plain model, the best plan of stock PyTorch, and the plan that was chosen."""
-    found, rows = run_tables.built_in(root), []
-    for r in found.values():
-        timed = {p["name"]: p for p in r["measured"]["plans"] if p.get("ms")}
-        stock = [p["ms"] for p in timed.values() if p.get("choices") == "stock" and "before_ms" in p]
-        if chosen := timed.get(r["measured"]["chosen"]):
-            plain, best = chosen.get("before_ms", chosen["ms"]), min(stock, default=None)
-            over = f"{best / chosen['ms']:.2f}x" if best else "-"
-            rows.append((r["measured"]["target"], ms(plain), ms(best), ms(chosen["ms"]), f"{chosen['speedup']:.2f}x", over))
-    head = ("model, precision", "plain, ms", "best stock plan, ms", "chosen plan, ms", "against plain", "against best stock")
-    return f"{grid(head, rows)}\n\n{source(found)}" if rows else absent("optimize")

@@ -23,7 +23,7 @@ OPENING = re.compile(r"^<!-- table:", re.M)
 TABLES: dict[str, Callable[[Path], str]] = {
     "bench": bench_tables.bench, "summary": bench_tables.summary, "machine": run_tables.machine, "plans": run_tables.plans,
     "gpu-tests": run_tables.gpu_tests, "gpu-counts": run_tables.gpu_counts, "optimize-run": front.optimize_run,
-    "finding": front.finding, "steps": front.steps, "ops": lambda root: bench_tables.summary(root, training=True),
+    "finding": front.finding, "ops": lambda root: bench_tables.summary(root, training=True),
     "decoders": lambda root: decode.summary(root, compared=True),
     "checks": clinic_tables.checks, "predictions": clinic_tables.predictions, **decode.TABLES,
     "ways": step_tables.summary, "proved": proof_tables.proved, "mutants": proof_tables.mutants,

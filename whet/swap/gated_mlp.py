@@ -134,7 +134,7 @@ def kept_less(down: Any) -> bool:
     return down.bias is None and down.out_features >= WIDE and only_weights(down)
 
 
-class Inner:
+class GatedEnd:
     """What lies between the first products and the last: the activation, and down's product where they are one op."""
 
     def __init__(self, ops: Any, form: GatedForm):
@@ -151,14 +151,14 @@ class Inner:
         return multiplied(down, self.activated(gate, up))
 
 
-def called(module: nn.Module, names: tuple[str, ...], op: Inner, x: torch.Tensor) -> torch.Tensor:
+def called(module: nn.Module, names: tuple[str, ...], op: GatedEnd, x: torch.Tensor) -> torch.Tensor:
     """By calling the linears, whatever they are."""
     *inner, down = (getattr(module, name) for name in names)
     return op.down(down, inner[0](x), inner[1](x) if len(inner) == 2 else None, lambda down, h: down(h))
 
 
 def in_one_product(more: Pads, more_down: Pads) -> Callable:
-    def run(inner: list, down: Any, op: Inner, x: torch.Tensor) -> torch.Tensor:
+    def run(inner: list, down: Any, op: GatedEnd, x: torch.Tensor) -> torch.Tensor:
         packed = multiply_both(inner, x, more)
         if any(more_down):
             return multiply(down, op.activated(packed, None), more_down)
@@ -168,7 +168,7 @@ def in_one_product(more: Pads, more_down: Pads) -> Callable:
 
 
 def apart(more: Pads, more_down: Pads) -> Callable:
-    def run(inner: list, down: Any, op: Inner, x: torch.Tensor) -> torch.Tensor:
+    def run(inner: list, down: Any, op: GatedEnd, x: torch.Tensor) -> torch.Tensor:
         gate, up = (multiply(m, x, more, wide=True) for m in inner)
         return multiply(down, op.activated(gate, up), more_down)
 
@@ -179,7 +179,7 @@ def edits_with(form: GatedForm, fewest: int, products: Callable | None = None) -
     """products: of the weights, where the linears are plain ones still; None: by calling them."""
 
     def edits(module: nn.Module, ops) -> list[Edit]:
-        op = Inner(ops, form)
+        op = GatedEnd(ops, form)
 
         def forward(self, x, *rest, **others):
             if rest or others or few((x,), {}, fewest) or self.training and not form.in_training:
