@@ -6,10 +6,11 @@ import pytest
 from conftest import without
 
 import whet.tune
+import whet.worker
 from whet.lock import Lock
 from whet.op import Call, Impl, discover
 from whet.tune import Work
-from whet.worker import answer_verify
+from whet.worker import answer_verify, far_slower
 
 OP = discover()["rms_norm"]
 CALL = Call("rms_norm", {"M": 8, "N": 32, "layout": "contiguous"}, "float32", True)
@@ -31,18 +32,48 @@ def planted(monkeypatch):
         yield
 
 
+LOOK = dict(beside=["torch"], modes=["eager"])
+
+
 @pytest.mark.usefixtures("planted")
 def test_a_candidate_far_slower_than_the_stock_call_is_not_proved_and_one_within_reach_is():
-    out = answer_verify(CALL, "slow", "torch", 1.5)
+    out = answer_verify(CALL, "slow", **LOOK, reach=1.5)
     assert not out["ok"] and out["screened"] > 1.5
     assert "times as slow as torch at a quick look, so it cannot be chosen" in out["why"]
-    assert answer_verify(CALL, "slow", "torch", 1e9)["ok"] and answer_verify(CALL, "slow")["ok"]
+    assert answer_verify(CALL, "slow", **LOOK, reach=1e9)["ok"] and answer_verify(CALL, "slow")["ok"]
 
 
 @pytest.mark.usefixtures("planted")
 def test_where_the_stock_call_does_not_run_the_others_are_proved(monkeypatch):
     monkeypatch.setitem(OP.impls, "torch", Impl(broken))
-    assert answer_verify(CALL, "slow", "torch", 1.5)["ok"]
+    assert answer_verify(CALL, "slow", **LOOK, reach=1.5)["ok"]
+
+
+def looked(monkeypatch, ratios: dict[tuple[str, str], float], impl: str = "slow", **look) -> tuple[float, str] | None:
+    """What a look finds where these are the ratios by (mode, other)."""
+    monkeypatch.setattr(whet.worker, "slower_by", lambda op, name, other, args, grad, mode: ratios[mode, other])
+    return far_slower(OP, CALL, impl, look.get("beside", ["torch", "triton"]), look.get("modes", ["eager", "graph"]), 1.25)
+
+
+@pytest.mark.usefixtures("planted")
+def test_it_must_be_slower_than_one_of_the_others_in_every_mode_in_which_it_could_be_chosen(monkeypatch):
+    ratios = {("eager", "torch"): 3.0, ("graph", "torch"): 0.7, ("graph", "triton"): 1.5}
+    found = looked(monkeypatch, ratios)
+    assert found == (1.5, "3.0 times as slow as torch and 1.5 times as slow as triton in a CUDA graph")
+    assert looked(monkeypatch, ratios | {("graph", "triton"): 1.2}) is None
+    assert looked(monkeypatch, ratios, beside=["torch"]) is None
+    monkeypatch.setitem(OP.impls, "slow", Impl(slow, no_graph="it waits"))
+    assert looked(monkeypatch, ratios, beside=["torch"]) == (3.0, "3.0 times as slow as torch")
+    assert looked(monkeypatch, ratios, modes=["graph"]) is None, "what is not chosen in any of the modes has no ratio"
+
+
+def test_compiled_candidates_and_packages_are_looked_at_beside_whets_kernel_too():
+    work = Work([(CALL, 1)], Lock(), ("eager", "graph"), lambda *step: None, 1.0, None, True, 1.25)
+    work.names[CALL.key] = ["eager", "torch", "compile", "triton", "liger"]
+    others = {name: work._look(CALL, name).get("beside") for name in work.names[CALL.key]}
+    both = ["torch", "triton"]
+    assert others == {"eager": None, "torch": None, "compile": both, "triton": ["torch"], "liger": both}
+    assert work._look(CALL, "compile")["modes"] == ["eager", "graph"]
 
 
 def verified(monkeypatch, lock: Lock, reach: float | None, stock_ok: bool = True) -> dict[str, list]:
@@ -66,7 +97,8 @@ def verified(monkeypatch, lock: Lock, reach: float | None, stock_ok: bool = True
 def test_only_the_others_are_looked_at_and_a_tuning_in_full_proves_what_was_left_out(monkeypatch):
     lock = Lock()
     asked = verified(monkeypatch, lock, 1.5)
-    assert asked == {"eager": [{}], "torch": [{}], "slow": [{"beside": "torch", "reach": 1.5}]}
+    look = LOOK | {"reach": 1.5}
+    assert asked == {"eager": [{}], "torch": [{}], "slow": [look]}
     entry = lock.calls[f"{CALL.key} @ eager"]
     assert entry["candidates"]["slow"]["screened"] == 3.0
     assert verified(monkeypatch, lock, 1.5) == {}, "what was found is kept"
@@ -77,8 +109,22 @@ def test_only_the_others_are_looked_at_and_a_tuning_in_full_proves_what_was_left
 def test_what_was_left_out_for_a_stock_call_that_is_wrong_is_proved_after_all(monkeypatch):
     lock = Lock()
     asked = verified(monkeypatch, lock, 1.5, stock_ok=False)
-    assert asked["slow"] == [{"beside": "torch", "reach": 1.5}, {}]
+    assert asked["slow"] == [LOOK | {"reach": 1.5}, {}]
     assert lock.calls[f"{CALL.key} @ eager"]["candidates"]["slow"]["ok"]
+
+
+@pytest.mark.usefixtures("planted")
+@pytest.mark.parametrize("kernel, again", [
+    ({"ok": False, "why": "values"}, True), ({"ok": False, "why": "refused: x"}, False), ({"ok": True, "why": ""}, False),
+    ({"ok": False, "why": "not verified: slow", "screened": 2.0}, False), (None, False),
+])
+def test_what_was_left_out_for_a_kernel_that_is_wrong_is_proved_after_all(monkeypatch, kernel, again):
+    lock = Lock()
+    verified(monkeypatch, lock, 1.25)
+    work = Work([(CALL, 1)], lock, ("eager",), lambda *step: None, 1.0, None, True, 1.25)
+    if kernel:
+        work.entry(CALL, "eager")["candidates"]["triton"] = kernel
+    assert work._screened_in_vain(CALL, "slow") is again
 
 
 def test_candidates_of_large_products_are_one_hands_and_the_slowest_begin():

@@ -36,7 +36,6 @@ EARLY_LOOKS = (3, 5)  # rounds after which those that are slower by a wide margi
 LIMIT = 4.0  # times the time given: when a race that is not settled ends,
 LATE_ROUNDS, LIMIT_S = 80, 60.0  # but not before so many rounds or seconds,
 MAX_ROUNDS = 400  # and never after so many rounds
-LOOKED_MS = 2.0  # below it a quick look on a GPU says nothing
 LEAST_MS = 1e-6  # what a run takes at least, so that ratios of times have a meaning whatever the clock's steps
 SLEEP_CYCLES = 2_000_000  # about a millisecond
 
@@ -247,21 +246,17 @@ def stepper(op: Op, run: Callable, args: dict, grad: bool) -> Callable:
 _under_load: dict[str, Ceilings] = {}  # machine's key -> what this process measured while the machine was busy
 
 
-def slower_by(op: Op, name: str, beside: str, args: dict, grad: bool, rounds: int = 7) -> float:
-    """How many times as long a candidate takes as another, by a quick look; 1 where either does not run.
-
-    On a GPU also where the other is so short that the host's launches are most of it: they count in one mode only.
-    """
+def slower_by(op: Op, name: str, beside: str, args: dict, grad: bool, mode: str = "eager", rounds: int = 7) -> float:
+    """How many times as long a candidate takes as another in this mode, by a quick look; 1 where either does not run."""
     try:
         steps = {n: stepper(op, op.candidate(n).run, args, grad) for n in (beside, name)}
-        turns = Turns(steps, "eager", False)
+        turns = Turns(steps, mode, False)
         for _ in range(rounds):
             turns.run(list(steps))
     except Exception:
         return 1.0
     best = {n: min(times) for n, times in turns.times().items()}
-    short = best[beside] < LOOKED_MS if turns.gpu else not best[beside]
-    return 1.0 if short else best[name] / best[beside]
+    return best[name] / best[beside]
 
 
 def ceilings(again: bool = False) -> Ceilings:

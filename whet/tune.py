@@ -18,6 +18,7 @@ from whet.source import fingerprint
 from whet.worker import Crew, Hands, Lost, Worker
 
 HEAVY = 2 * 10**12  # flops of a call whose float64 oracle takes longer than starting a candidate; a cuBLAS of float64: 50 a ps
+KERNEL = "triton"  # whet's own, where an op has one
 LIMIT_S = 120.0  # a candidate that takes longer to compile and verify is given up
 DECIDED = ("chosen", "untimed", "why", "ms", "vs_eager", "rival", "vs_rival", "floor_ms", "bound", "bytes", "flops", "busy")
 
@@ -53,7 +54,7 @@ def tune(
     limit_s   time after which a candidate is given up
     preload   a Python file the child process runs first, for ops of your own
     bucket    round sizes that vary up to powers of two; a bench times exactly what it was asked
-    reach     a candidate that a quick look finds so many times as slow as the stock call is not verified; None: all are
+    reach     a candidate that a quick look finds so many times as slow as a rival, in every mode, is not verified; None: all are
     crew      children that were started ahead, for whoever verifies first
     Under torch.distributed rank 0 decides and the others receive what it chose.
     """
@@ -151,7 +152,7 @@ class Work:
         return [mode for mode in self.modes if not self.entry(call, mode).get("chosen")]
 
     def drop_edited(self, call: Call, mode: str) -> None:
-        """What was proved from another source is proved again; then the choice is made again as well."""
+        """What was proved from another source is proved again, and the choice made again."""
         entry, op = self.entry(call, mode), self.ops[call.op]
         edited = [n for n, c in entry["candidates"].items() if base(n) in op.impls and not self._holds(c, fingerprint(op, n))]
         for name in edited:
@@ -202,11 +203,13 @@ class Work:
             self._verify_some([item for item in self.todo if self._screened_in_vain(*item)], False)
 
     def _screened_in_vain(self, call: Call, name: str) -> bool:
-        """Whether a candidate was left out for a stock call that turned out not to be right; then it is forgotten."""
+        """Whether a candidate was left out for another that turned out not to be right; then it is forgotten."""
         found = False
         for entry in (self.entry(call, mode) for mode in self.open(call)):
-            stock = entry["candidates"].get(self.ops[call.op].stock, {})
-            if "screened" in entry["candidates"].get(name, {}) and not stock.get("ok"):
+            stock, kernel = (entry["candidates"].get(other, {}) for other in (self.ops[call.op].stock, KERNEL))
+            spared = "screened" in kernel or kernel.get("why", "").startswith("refused")
+            wrong = not stock.get("ok") or not kernel.get("ok", True) and not spared
+            if "screened" in entry["candidates"].get(name, {}) and wrong:
                 del entry["candidates"][name]
                 found = True
         return found
@@ -241,9 +244,18 @@ class Work:
             reduced = {k: min(v, op.tiny[k]) if k in op.tiny and isinstance(v, int) else v for k, v in call.case.items()}
             small = Call(call.op, reduced, call.dtype, call.grad)
             return _ask_verify(interpreter, small, name, self.limit_s) | proved_from | {"interpreted": small.key}
-        look = self.reach is not None and base(name) not in ("eager", op.stock)
-        screen = {"beside": op.stock, "reach": self.reach} if look else {}
-        return _ask_verify(worker, call, name, self.limit_s, **screen) | proved_from
+        return _ask_verify(worker, call, name, self.limit_s, **self._look(call, name)) | proved_from
+
+    def _look(self, call: Call, name: str) -> dict:
+        """Which others a quick look compares a candidate with before it is proved: the stock call, and whet's own kernel.
+
+        The kernel only where a candidate is slow to prove, compiled or another package's: each child compiles it anew.
+        """
+        op = self.ops[call.op]
+        if self.reach is None or base(name) in ("eager", op.stock):
+            return {}
+        slow = op.impl(name).rank in (Rank.COMPILED, Rank.PACKAGE) and KERNEL in self.names[call.key]
+        return {"beside": [op.stock, *([KERNEL] if slow else [])], "modes": self.open(call), "reach": self.reach}
 
     def measure_all(self, seconds: float) -> None:
         for key, names in self.names.items():

@@ -11,7 +11,7 @@ import os
 import signal
 import sys
 import threading
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -164,17 +164,35 @@ def _args(op: Op, call: Call) -> dict:
     return op.inputs(dtype=DTYPES[call.dtype], device=machine.this_machine().device, **call.case)
 
 
-def answer_verify(call: Call, impl: str, beside: str = "", reach: float = 0.0) -> dict:
+def far_slower(
+    op: Op, call: Call, impl: str, beside: Sequence[str], modes: Sequence[str], reach: float
+) -> tuple[float, str] | None:
+    """(the least of the ratios, all in words) where a quick look finds it slower in each mode than one of the others."""
+    found: dict[str, tuple[float, str]] = {}
+    for mode in (m for m in modes if m != "graph" or not op.impl(impl).no_graph):  # what is not captured is not chosen there
+        for other in beside:
+            if (over := slower_by(op, impl, other, _args(op, call), call.grad, mode)) > reach:
+                found[mode] = over, other
+                break
+        else:
+            return None
+    where = {"graph": " in a CUDA graph"}
+    words = " and ".join(f"{over:.1f} times as slow as {other}{where.get(mode, '')}" for mode, (over, other) in found.items())
+    return (min(over for over, _ in found.values()), words) if found else None
+
+
+def answer_verify(call: Call, impl: str, beside: Sequence[str] = (), modes: Sequence[str] = (), reach: float = 0.0) -> dict:
     """The verdict on a candidate; "proved" is the key of the call that was proved in full where it is not the call itself.
 
-    beside, reach   where a quick look finds it so many times as slow as this other candidate, it is not proved: "screened"
+    beside, modes, reach   where a quick look finds it so many times as slow as one of these other candidates, in each of
+                           these modes, it is not proved: "screened"
     """
     op, device = discover()[call.op], machine.this_machine().device
     if reason := op.why_not(base(impl), _args(op, call)):
         return {"ok": False, "share": 0.0, "why": f"refused: {reason}"}
-    if beside and (over := slower_by(op, impl, beside, _args(op, call), call.grad)) > reach:
-        why = f"not verified: {over:.1f} times as slow as {beside} at a quick look, so it cannot be chosen"
-        return {"ok": False, "share": 0.0, "why": why, "screened": round(over, 2)}
+    if beside and (found := far_slower(op, call, impl, beside, modes, reach)):
+        why = f"not verified: {found[1]} at a quick look, so it cannot be chosen"
+        return {"ok": False, "share": 0.0, "why": why, "screened": round(found[0], 2)}
     proof = replace(call, case=provable(op, dict(call.case), call.dtype))
     verdict = prove(op, impl, call, device)
     answer = {"ok": verdict.ok, "share": round(verdict.share, 4), "why": verdict.why}

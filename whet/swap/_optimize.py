@@ -29,7 +29,7 @@ from whet.tune import leader, modes_here, tune
 from whet.worker import Crew, hands_here
 from whet.workload import Workload
 
-REACH = 1.5  # times as slow as the stock call: what a candidate is not proved for, since it could not be chosen
+REACH = 1.25  # times as slow as a rival: what a candidate is not proved for, since it could not be chosen
 Progress = Callable[[str, int, int], None]
 
 
