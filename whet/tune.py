@@ -54,7 +54,7 @@ def tune(
     limit_s   time after which a candidate is given up
     preload   a Python file the child process runs first, for ops of your own
     bucket    round sizes that vary up to powers of two; a bench times exactly what it was asked
-    reach     a candidate that a quick look finds so many times as slow as a rival, in every mode, is not verified; None: all are
+    reach     a candidate that a quick look finds so many times as slow as a rival in every mode is not verified; None: all are
     crew      children that were started ahead, for whoever verifies first
     Under torch.distributed rank 0 decides and the others receive what it chose.
     """
