@@ -15,6 +15,7 @@ from whet.judge import Verdict
 from whet.lock import Lock
 from whet.measure import now, race
 from whet.swap import Edit, Left, Met, Site
+from whet.swap._ahead import Ahead, verifying
 from whet.swap._alike import facts_of
 from whet.swap._begin import allowed, in_allowed, prepared, refuse, refuse_step_options, undone, with_optimizer
 from whet.swap._given import usable
@@ -113,7 +114,7 @@ class Optimized:
 def optimize(
     model: nn.Module, batch: Any, *, mode: str | None = None, loss: Callable | None = None, lock: Lock | None = None,
     keep_logits: bool | None = None, optimizer: torch.optim.Optimizer | None = None, max_memory: int | str | None = None,
-    allow: str | Iterable[str] = (), seconds: float = 0.3, progress: Progress = lambda text, done, total: None,
+    allow: str | Iterable[str] = (), seconds: float = 0.15, progress: Progress = lambda text, done, total: None,
 ) -> nn.Module:
     """Replace parts of this model, in place, by kernels that are proved to compute the same and measured faster here.
 
@@ -177,6 +178,7 @@ class OptimizeTask:
     works, whole   a step of each batch, the largest first: as parts are timed, and with the optimizer where there is one
     calls          what the model is given at each batch
     crew           children that were started ahead, where the lock knows nothing of such a model
+    ahead          what they verify already
     """
 
     works: list[Workload]
@@ -186,6 +188,7 @@ class OptimizeTask:
     progress: Progress
     keep_logits: bool | None
     crew: Crew | None = None
+    ahead: Ahead | None = None
 
     @property
     def train(self) -> bool:
@@ -195,12 +198,21 @@ class OptimizeTask:
 def _optimize(report: Optimized, asked: OptimizeTask, lock: Lock) -> None:
     around = (asked.keep_logits, report.optimizer, report.allow)
     decided = Decisions(lock, report.model, asked.calls, asked.works[0].kind, around, modes_here())
-    ahead = torch.cuda.is_available() and leader() and not decided.met_before()
-    with Crew(hands_here() if ahead else 0) as crew:
+    ahead = _worth_starting_ahead(decided)
+    with Crew(hands_here() if ahead else 0) as crew, contextlib.ExitStack() as stack:
         asked = replace(asked, crew=crew)
+        if ahead:
+            asked.progress("looking for what can be replaced", 0, 1)
+            begun_work = verifying(report.model, asked, _keep_logits(asked), REACH, lock=lock, modes=decided.modes)
+            asked = replace(asked, ahead=stack.enter_context(begun_work))
         while not _attempt(report, asked, decided):
             report.groups, report.ways, report.note = [], {}, ""
     report.lock_lines = decided.lines()
+
+
+def _worth_starting_ahead(decided: Decisions) -> bool:
+    """Whether there is much to verify: where the lock has met no such model."""
+    return torch.cuda.is_available() and leader() and not decided.met_before()
 
 
 def _attempt(report: Optimized, asked: OptimizeTask, decided: Decisions) -> bool:
@@ -215,11 +227,15 @@ def _attempt(report: Optimized, asked: OptimizeTask, decided: Decisions) -> bool
         return False
 
 
+def _keep_logits(asked: OptimizeTask) -> bool | None:
+    return asked.keep_logits if asked.train else True
+
+
 def _decide(report: Optimized, asked: OptimizeTask, decided: Decisions) -> bool:
-    model, keep_logits = report.model, asked.keep_logits if asked.train else True
+    model = report.model
     asked.progress("looking for what can be replaced", 0, 1)
     report.replaced = found = recognise(
-        model, asked.calls[0], Choices(), keep_logits=keep_logits, known=decided.verdicts, train=asked.train
+        model, asked.calls[0], Choices(), keep_logits=_keep_logits(asked), known=decided.verdicts, train=asked.train
     )
     if not found.sites:
         report.note = "nothing was replaced"
@@ -249,7 +265,8 @@ def _decide(report: Optimized, asked: OptimizeTask, decided: Decisions) -> bool:
 def _tuned(report: Optimized, asked: OptimizeTask, sites: list[tuple[Site, Verdict]], decided: Decisions) -> bool:
     """Candidates are chosen for what these sites ask; False where that is not what a decision of the lock was taken with."""
     made = recorded(report.replaced, asked.works, sites)
-    tuned = tune(made, decided.lock, decided.modes, asked.progress, asked.seconds, reach=REACH, crew=asked.crew)
+    tuned = asked.ahead.tuned(made, asked.seconds) if asked.ahead else None
+    tuned = tuned or tune(made, decided.lock, decided.modes, asked.progress, asked.seconds, reach=REACH, crew=asked.crew)
     if asked.crew is not None:
         asked.crew.stop()  # whoever was not needed
     report.entries |= tuned.entries
