@@ -1,6 +1,8 @@
 """A workload: one step in named phases, at the precision asked for, with its calls and its evidence."""
 
 import contextlib
+import gc
+import weakref
 
 import pytest
 import torch
@@ -9,7 +11,7 @@ from torch import nn
 from whet.choices import Choices
 from whet.models import Recipe
 from whet.models.tiny_llama import TinyLlama, TinyLlamaConfig, batch
-from whet.workload import PHASES, PRECISIONS, NoLoss, Workload, find_loss, in_precision
+from whet.workload import PHASES, PRECISIONS, NoLoss, Workload, find_loss, in_precision, quick_collections
 
 SMALL, RECIPE = TinyLlamaConfig(hidden=32, layers=2, heads=2, kv_heads=1, vocab=31), Recipe(batch=2, seq_len=8)
 
@@ -85,3 +87,24 @@ def test_a_loss_is_found_in_what_models_return():
     for out in (loss, {"loss": loss}, (torch.ones(2), loss), type("Out", (), {"loss": loss})()):
         assert find_loss(out) is loss
     assert find_loss(torch.ones(2)) is None and find_loss({"logits": loss}) is None and find_loss(None) is None
+
+
+def test_within_quick_collections_new_garbage_is_found_and_old_objects_are_as_before():
+    class Node:
+        pass
+
+    def cycle() -> weakref.ref:
+        node = Node()
+        node.itself = node
+        return weakref.ref(node)
+
+    before = gc.get_freeze_count()
+    with quick_collections():
+        assert gc.get_freeze_count() > 1000
+        gone = cycle()
+        gc.collect()
+        assert gone() is None
+        with quick_collections():
+            assert gc.get_freeze_count() > 1000
+        assert gc.get_freeze_count() > 1000, "a block within another ends nothing"
+    assert gc.get_freeze_count() == before

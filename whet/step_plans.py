@@ -26,7 +26,7 @@ from whet.swap import _memory as memory
 from whet.swap._optimize import Optimized
 from whet.swap._proof import Float64Everywhere
 from whet.swap._replace import quiet
-from whet.workload import Workload
+from whet.workload import Workload, quick_collections
 
 AS_IT_IS = Plan("as it is", "", "own")
 
@@ -251,7 +251,7 @@ def choose(work: LoopWork, seconds: float, compiled: bool = True) -> ChosenStep:
         return ChosenStep(AS_IT_IS, "several processes train together, and plans are tried in one", {})
     modes = [(m, m.training) for m in work.model.modules()]
     try:
-        with quiet(work.model):
+        with quiet(work.model), quick_collections():
             return _choose(work, seconds, compiled)
     except Exception as e:
         return ChosenStep(AS_IT_IS, f"no other plan could be tried: {error_line(e)}", {})

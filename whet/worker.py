@@ -5,6 +5,7 @@ One JSON object per line each way: `main` answers, `Worker` asks.
 
 import collections
 import contextlib
+import gc
 import importlib.util
 import json
 import os
@@ -311,5 +312,7 @@ def main() -> None:
                 torch.cuda.empty_cache()  # for the children beside this one
             if "torch._dynamo" in sys.modules:
                 torch._dynamo.reset()
+            gc.collect()
+            gc.freeze()  # every CUDA graph and every reading of memory collects garbage: from here on among new objects alone
             seen.append(request["call"])
         print(json.dumps(_answer(request) | {"id": number}), file=replies, flush=True)

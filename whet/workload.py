@@ -8,6 +8,7 @@
 """
 
 import contextlib
+import gc
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, is_dataclass
 from types import SimpleNamespace
@@ -24,6 +25,23 @@ ROUNDING = {"float32": None, "tf32": 2.0**-10, "bfloat16": torch.finfo(torch.bfl
 PRECISIONS = tuple(ROUNDING)
 PHASES = ("forward", "backward", "optimizer")
 Phase = Callable[[str], contextlib.AbstractContextManager]
+
+
+@contextlib.contextmanager
+def quick_collections() -> Iterator[None]:
+    """Within the block gc.collect(), which every CUDA graph and every reading of memory calls, looks at new objects alone.
+
+    Half a million objects of PyTorch, its compiler and a model take it a fifth of a second each time.
+    """
+    if gc.get_freeze_count():  # the process has frozen objects itself, or this is within another such block
+        yield
+        return
+    gc.collect()
+    gc.freeze()
+    try:
+        yield
+    finally:
+        gc.unfreeze()
 
 
 class NoLoss(ValueError):

@@ -28,7 +28,7 @@ from whet.swap._replace import Replaced, as_calls, cut, met_in, prove_covered, q
 from whet.swap._ways import GRAPH, Way, best_of, mixed, slower_in
 from whet.tune import leader, modes_here, tune
 from whet.worker import Crew, hands_here
-from whet.workload import Workload
+from whet.workload import Workload, quick_collections
 
 REACH = 1.25  # times as slow as a rival: what a candidate is not proved for, since it could not be chosen
 Progress = Callable[[str, int, int], None]
@@ -131,7 +131,7 @@ def optimize(
     Returns the model; print(model.whet) shows what was done, whet.restore(model) takes it back.
     """
     limit, names = None if max_memory is None else bytes_of(max_memory), allowed(allow)
-    with begun(model, batch, mode, loss, keep_logits) as (report, works, calls):
+    with quick_collections(), begun(model, batch, mode, loss, keep_logits) as (report, works, calls):
         refuse_step_options(works[0], optimizer, limit)
         try:
             with in_allowed(report, names):
