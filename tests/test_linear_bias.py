@@ -122,3 +122,12 @@ def test_refusals_name_the_argument():
     for M, K, N in ((1 << 20, 2048, 8), (1 << 20, 8, 2048)):
         args = OP.inputs(dtype=torch.bfloat16, device="meta", M=M, K=K, N=N)
         assert OP.impls["triton"].refuses(**args) == "x and y must have less than 2^31 elements, got 2,147,483,648"
+
+
+def test_vmap_around_it_has_the_gradients_of_a_loop():
+    torch.manual_seed(0)
+    x, w, b = torch.randn(2, 5, 16), torch.randn(24, 16, requires_grad=True), torch.randn(24, requires_grad=True)
+    want = torch.autograd.grad(F.linear(x, w, b).square().sum(), [w, b])
+    got = torch.autograd.grad(torch.vmap(lambda one: whet.ops.linear_bias(one, w, b, impl="triton"))(x).square().sum(), [w, b])
+    for a, e in zip(got, want):
+        torch.testing.assert_close(a, e)

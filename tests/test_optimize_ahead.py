@@ -105,7 +105,7 @@ def test_what_was_begun_is_finished_once_and_nothing_is_tuned_again(started, tmp
     report = optimize(stack(), data(), lock=Lock.read(tmp_path / "whet.lock"), seconds=0.001).whet
     assert len(started.calls) == started.finished == started.ended == 1 and not started.again and not started.waited
     assert started.options["reach"] == _optimize.REACH and started.options["modes"] == ("eager",)
-    assert report.replaced.model is not None
+    assert {"layers.0.mlp", "layers.3.norm"} <= {s.path for g in report.groups for s, _ in g.sites}
 
 
 def test_a_module_that_fails_its_own_proof_is_left_and_the_rest_is_tuned(started, tmp_path, monkeypatch):
@@ -127,3 +127,36 @@ def test_an_error_later_on_ends_what_was_begun(started, monkeypatch):
     with pytest.raises(ZeroDivisionError):
         optimize(model, data(), lock=Lock(), seconds=0.001)
     assert started.ended == 1 and state(model) == before
+
+
+def test_where_memory_is_short_beside_the_children_it_is_tried_again_without_them(started, monkeypatch):
+    def scarce(run):
+        def once(*args, **options):
+            if not started.waited:
+                raise torch.OutOfMemoryError("CUDA out of memory")
+            return run(*args, **options)
+
+        return once
+
+    monkeypatch.setattr(_optimize, "recorded", scarce(_groups.recorded))
+    optimize(stack(), data(), lock=Lock(), seconds=0.001)
+    assert started.waited == 1
+
+    real, started.waited = _proof.prove, 0
+
+    def prove(site, call, ops):
+        return (scarce(real) if site.path == "layers.3.mlp" else real)(site, call, ops)
+
+    monkeypatch.setattr(_optimize, "recorded", _groups.recorded)
+    monkeypatch.setattr(_proof, "prove", prove)
+    report = optimize(stack(), data(), lock=Lock(), seconds=0.001).whet
+    assert started.waited == 1 and not any("memory" in x.why for x in report.replaced.left)
+
+
+def test_without_children_memory_that_is_short_is_an_error():
+    def short():
+        raise torch.OutOfMemoryError("CUDA out of memory")
+
+    with pytest.raises(torch.OutOfMemoryError):
+        _ahead.with_memory(None, short)
+    assert _ahead.with_memory(None, lambda: 1, lambda made: True) == 1

@@ -385,3 +385,5 @@ def test_on_a_gpu_the_oracles_results_are_kept_up_to_so_many_bytes(monkeypatch):
     assert proof.keeps({}, made)
     kept["second"] = made
     assert not proof.keeps({}, made)
+    prove.forget_evidence()
+    assert not kept

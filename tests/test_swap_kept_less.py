@@ -1,14 +1,17 @@
 """A gated MLP that is wide keeps gate and up for the backward and no more: right, smaller, and only where that is possible."""
 
 import copy
+import sys
 
 import pytest
 import torch
+import torch.nn.functional as F
 from odd_sizes import APART, ONE
 from swapping import FAMILIES, OwnMLP, built
 from test_swap_biases import stepped
 from torch import nn
 
+import whet
 from whet.choices import Choices, Recorder
 from whet.swap import gated_mlp
 from whet.swap._optimize import together
@@ -104,31 +107,69 @@ def test_it_is_asked_for_in_training_of_plain_layers_without_a_bias_and_outside_
     assert asked(found_in(biased, as_call((x,))), lambda: biased(x)) == {"swiglu"}
 
 
-def test_a_frozen_down_is_given_no_gradient_and_autocast_multiplies_in_its_dtype():
+@pytest.fixture
+def needed(monkeypatch):
+    """(dgate, dw) as each backward was asked for them."""
+    module, seen = sys.modules["whet.ops.gated_linear"], []
+    real = module.FUSED.backward
+
+    def backward(dy, gate, up, w, activation, need_dgate, need_dw):
+        seen.append((need_dgate, need_dw))
+        return real(dy, gate, up, w, activation, need_dgate, need_dw)
+
+    monkeypatch.setitem(vars(module.FUSED), "backward", backward)
+    return seen
+
+
+@pytest.mark.parametrize("frozen", [("w2",), ("w1", "w3")])
+def test_only_what_trains_is_computed_and_right(frozen, needed):
     torch.manual_seed(0)
     mlp, x = OwnMLP(32, 96).train(), torch.randn(80, 32)
-    mlp.w2.weight.requires_grad_(False)
-    found = found_in(mlp, as_call((x,)))
-    want = torch.autograd.grad(mlp(x).sum(), [mlp.w1.weight, mlp.w3.weight])
+    for name in frozen:
+        getattr(mlp, name).weight.requires_grad_(False)
+    found, trained = found_in(mlp, as_call((x,))), [p for p in mlp.parameters() if p.requires_grad]
+    want = torch.autograd.grad(mlp(x).sum(), trained)
+    needed.clear()
     found.ask(TRITON)
-    got = torch.autograd.grad(mlp(x).sum(), [mlp.w1.weight, mlp.w3.weight])
+    got = torch.autograd.grad(mlp(x).sum(), trained)
+    assert needed == [("w1" not in frozen, "w2" not in frozen)]
     for a, b in zip(got, want):
         torch.testing.assert_close(a, b)
-    mlp.w2.weight.requires_grad_()
+
+
+def test_autocast_multiplies_in_its_dtype_and_wide_activations_are_rounded_once(needed):
+    torch.manual_seed(0)
+    mlp, x = OwnMLP(32, 96).train(), torch.randn(80, 32)
+    found_in(mlp, as_call((x,))).ask(TRITON)
+    needed.clear()
     with torch.autocast("cpu", torch.bfloat16):
         out = mlp(x)
     out.float().sum().backward()
-    assert out.dtype == torch.bfloat16 and mlp.w2.weight.grad.dtype == torch.float32
+    assert out.dtype == torch.bfloat16 and mlp.w2.weight.grad.dtype == torch.float32 and needed == [(True, True)]
+    gate, up, w = torch.randn(80, 96), torch.randn(80, 96), mlp.w2.weight
+    with torch.autocast("cpu", torch.bfloat16):
+        wide = whet.ops.gated_linear(gate, up, w, impl="triton")
+        assert torch.equal(wide, F.linear(whet.ops.swiglu(gate, up, impl="triton"), w)), "rounded once, before the product"
 
 
-def test_only_the_last_product_trains():
-    mlp, x = OwnMLP(32, 96).train(), torch.randn(80, 32)
-    mlp.w1.weight.requires_grad_(False), mlp.w3.weight.requires_grad_(False)
+def test_vmap_around_it_has_the_gradients_of_a_loop():
+    torch.manual_seed(0)
+    mlp, x = OwnMLP(32, 96).train(), torch.randn(2, 80, 32)
+    found_in(mlp, as_call((x[0],))).ask(TRITON)
+    want = torch.autograd.grad(sum(mlp(one).square().sum() for one in x), list(mlp.parameters()))
+    got = torch.autograd.grad(torch.vmap(mlp)(x).square().sum(), list(mlp.parameters()))
+    for a, b in zip(got, want):
+        torch.testing.assert_close(a, b)
+
+
+def test_hooks_of_all_modules_see_every_layer():
+    mlp, x, seen = OwnMLP(32, 96).train(), torch.randn(80, 32), []
     found = found_in(mlp, as_call((x,)))
-    want, = torch.autograd.grad(mlp(x).sum(), [mlp.w2.weight])
-    found.ask(TRITON)
-    got, = torch.autograd.grad(mlp(x).sum(), [mlp.w2.weight])
-    torch.testing.assert_close(got, want)
+    hook = torch.nn.modules.module.register_module_forward_hook(lambda module, args, out: seen.append(type(module)))
+    try:
+        assert asked(found, lambda: mlp(x)) == {"swiglu"} and seen.count(nn.Linear) == 3
+    finally:
+        hook.remove()
 
 
 def test_with_checkpoints_it_is_computed_again_with_the_rest():

@@ -246,17 +246,20 @@ def stepper(op: Op, run: Callable, args: dict, grad: bool) -> Callable:
 _under_load: dict[str, Ceilings] = {}  # machine's key -> what this process measured while the machine was busy
 
 
-def slower_by(op: Op, name: str, beside: str, args: dict, grad: bool, mode: str = "eager", rounds: int = 7) -> float:
-    """How many times as long a candidate takes as another in this mode, by a quick look; 1 where either does not run."""
+def slower_by(op: Op, name: str, beside: str, args: dict, grad: bool, mode: str = "eager", rounds: int = 9) -> float:
+    """How many times as long a candidate takes as another in this mode, by a quick look; 1 where either does not run.
+
+    Of the ratios within rounds the first quartile: others may work beside this process, and it is not to err to the high side.
+    """
     try:
         steps = {n: stepper(op, op.candidate(n).run, args, grad) for n in (beside, name)}
-        turns = Turns(steps, mode, False)
+        turns = Turns(steps, mode, flush=torch.cuda.is_available())
         for _ in range(rounds):
             turns.run(list(steps))
     except Exception:
         return 1.0
-    best = {n: min(times) for n, times in turns.times().items()}
-    return best[name] / best[beside]
+    times = turns.times()
+    return sorted(a / b for a, b in zip(times[name], times[beside]))[rounds // 4]
 
 
 def ceilings(again: bool = False) -> Ceilings:

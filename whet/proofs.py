@@ -55,7 +55,7 @@ def prove_all(
     """
     todo = _candidates(calls, set(impls), set(without))
     proving = Proving(preload, limit_s, progress, todo)
-    hands = Hands(todo, proving.work, jobs)
+    hands = Hands([[item] for item in todo], proving.work, jobs)
     try:
         hands.wait()
         if proving.later:

@@ -28,7 +28,8 @@ from whet.whole import verify_whole
 FEW, FEW_INTERPRETED = 2**21, 2**14  # elements of the arguments on which hostile values and uses are tried
 PROVABLE = 2**27  # elements of the arguments whose float64 oracle fits beside those of other children
 KEPT = 2**21  # elements under which the oracle's results are kept for the next candidate of the call
-KEPT_BYTES = 2**32  # on a GPU they are kept of any call, up to so much in a child: there the oracle is most of the work
+KEPT_BYTES = 2**32  # on a GPU they are kept of any call, up to so much in a child: there the oracle is most of the work,
+KEPT_SHARE = 1 / 32  # and up to such a share of the GPU's memory: eight children verify side by side
 MANY, DRAWS = 2**12, 8  # values of a result among which eager's worst error is no luck, and draws in place of them
 FURTHER = 2.0  # of the budget in every trial but the call itself: of so many, eager's own error is small by luck in some
 FURTHER_EXACT = 4.0  # the same in float32, where luck is wider and faults are a thousand times the budget
@@ -120,7 +121,7 @@ class Proof:
         """Whether what the oracle made of these arguments is kept."""
         if self.device == "cpu":
             return sum(t.numel() for t in tensors(args)) <= KEPT
-        return held_bytes(made) + sum(map(held_bytes, _kept.values())) <= KEPT_BYTES
+        return held_bytes(made) + sum(map(held_bytes, _kept.values())) <= most_kept()
 
     def usual(self, made: TrialInputs, use: Use, baseline: Evidence) -> dict:
         """Eager's errors over several draws: of few values a single one may be lucky."""
@@ -297,6 +298,17 @@ def run_once(op: Op, name: str, call: Call, device: str) -> None:
     proof = Proof(op, name, call, device)
     if (args := proof.args(TrialInputs(proof.small, call.dtype))) is not None:
         proof.run(args, Use(call.grad))
+
+
+def most_kept() -> int:
+    """Bytes of evidence that this process keeps on its GPU."""
+    there = torch.cuda.get_device_properties().total_memory if torch.cuda.is_available() else 2**63
+    return min(KEPT_BYTES, int(KEPT_SHARE * there))
+
+
+def forget_evidence() -> None:
+    """What is kept of a call is let go of."""
+    _kept.clear()
 
 
 def held_bytes(made: Evidence) -> int:

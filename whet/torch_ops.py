@@ -183,6 +183,14 @@ def _asked(args) -> bool:
     return _grad_enabled() and any([isinstance(a, torch.Tensor) and a.requires_grad for a in args])
 
 
+def may_ask(*tensors: torch.Tensor | None) -> bool:
+    """Whether a gradient of one of these may be asked for. Inside a functorch transform they do not say, so it may."""
+    if not torch.is_grad_enabled():
+        return False
+    inside = not torch.compiler.is_compiling() and _transform() is not None
+    return inside or any(t is not None and t.requires_grad for t in tensors)
+
+
 def _keep(ctx, fused: Fused, args, results):
     tensors, ctx.constants = fused.save(args, results)
     ctx.save_for_backward(*tensors)

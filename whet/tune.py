@@ -1,7 +1,6 @@
 """Verified and fastest -> Choices. Each candidate is tried in a child process; each result is saved as soon as it is known."""
 
 import functools
-import itertools
 import threading
 from collections.abc import Callable, Iterable
 from dataclasses import asdict, dataclass
@@ -15,9 +14,8 @@ from whet.measure import MODES, now
 from whet.op import DTYPES, Call, Op, Rank, base, discover
 from whet.race import Timing, apart_outcome, leanest, outcome
 from whet.source import fingerprint
-from whet.worker import Crew, Hands, Lost, Worker
+from whet.worker import Crew, Hands, Lost, Worker, in_shares
 
-HEAVY = 2 * 10**12  # flops of a call whose float64 oracle takes longer than starting a candidate; a cuBLAS of float64: 50 a ps
 KERNEL = "triton"  # whet's own, where an op has one
 LIMIT_S = 120.0  # a candidate that takes longer to compile and verify is given up
 DECIDED = ("chosen", "untimed", "why", "ms", "vs_eager", "rival", "vs_rival", "floor_ms", "bound", "bytes", "flops", "busy")
@@ -155,7 +153,8 @@ class Work:
         """What was proved from another source is proved again, and the choice made again."""
         entry, op = self.entry(call, mode), self.ops[call.op]
         edited = [n for n, c in entry["candidates"].items() if base(n) in op.impls and not self._holds(c, fingerprint(op, n))]
-        for name in edited:
+        screened = [n for n, c in entry["candidates"].items() if edited and "screened" in c]  # beside what is no more, perhaps
+        for name in {*edited, *screened}:
             del entry["candidates"][name]
         if edited:
             for fact in DECIDED:
@@ -171,48 +170,35 @@ class Work:
 
     def start(self) -> None:
         """Children begin to verify what is still open."""
+        self.hands = Hands(in_shares(self.todo), self._verify_some)
         if self.todo:
             self.timer.start()  # ready by the time there is something to time
-        self.hands = Hands(self._shares(), lambda shares, many: self._verify_some(itertools.chain.from_iterable(shares), many))
-
-    def _shares(self) -> list[list[tuple[Call, str]]]:
-        """What is verified by one hand each, the slowest first, so that none is left to one hand at the end.
-
-        Candidates of a call with large products stay together: there the oracle is the work, and a child keeps its results.
-        """
-        flops = {key: self._flops(self.calls[key]) for key in self.names}
-
-        def slowest(item: tuple[Call, str]) -> tuple:
-            call, name = item
-            return flops[call.key] < HEAVY, self.ops[call.op].impl(name).rank != Rank.COMPILED, -flops[call.key]
-
-        found: dict[str, list[tuple[Call, str]]] = {}
-        for call, name in sorted(self.todo, key=slowest):
-            found.setdefault(call.key if flops[call.key] >= HEAVY else f"{call.key} {name}", []).append((call, name))
-        return list(found.values())
-
-    def _flops(self, call: Call) -> int:
-        op = self.ops[call.op]
-        return op.cost(**op.inputs(dtype=DTYPES[call.dtype], device="meta", **call.case)).of(call.grad)[1]
 
     def verify_rest(self) -> None:
         self.hands.wait()
         self._verify_some(self.todo, False)  # what failed beside others, maybe for memory, gets a turn alone
         if self.reach is not None:
             self.reach = None
-            self._verify_some([item for item in self.todo if self._screened_in_vain(*item)], False)
+            self._verify_again((call, mode) for call in map(self.calls.__getitem__, self.names) for mode in self.open(call))
 
-    def _screened_in_vain(self, call: Call, name: str) -> bool:
-        """Whether a candidate was left out for another that turned out not to be right; then it is forgotten."""
-        found = False
-        for entry in (self.entry(call, mode) for mode in self.open(call)):
-            stock, kernel = (entry["candidates"].get(other, {}) for other in (self.ops[call.op].stock, KERNEL))
-            spared = "screened" in kernel or kernel.get("why", "").startswith("refused")
-            wrong = not stock.get("ok") or not kernel.get("ok", True) and not spared
-            if "screened" in entry["candidates"].get(name, {}) and wrong:
-                del entry["candidates"][name]
-                found = True
-        return found
+    def _verify_again(self, entries: Iterable[tuple[Call, str]]) -> bool:
+        """Whether there was a candidate to be verified after all."""
+        items = [item for call, mode in entries for item in self._screened_in_vain(call, mode)]
+        if items:
+            self._verify_some(items, False)
+        return bool(items)
+
+    def _screened_in_vain(self, call: Call, mode: str) -> list[tuple[Call, str]]:
+        """Candidates that were left out for another that turned out not to be right: they are forgotten, and to be verified."""
+        entry = self.entry(call, mode)
+        stock, kernel = (entry["candidates"].get(other, {}) for other in (self.ops[call.op].stock, KERNEL))
+        spared = "screened" in kernel or kernel.get("why", "").startswith("refused")
+        if stock.get("ok") and (kernel.get("ok", True) or spared):
+            return []
+        found = [name for name, c in entry["candidates"].items() if "screened" in c]
+        for name in found:
+            del entry["candidates"][name]
+        return [(call, name) for name in found]
 
     def _verify_some(self, items: Iterable, shared: bool) -> None:
         with self.crew.take(self.preload) as worker, Worker(interpret=True, preload=self.preload) as interpreter:
@@ -231,10 +217,10 @@ class Work:
                     self.tick(f"verifying {call.op}/{name}", len(missing))
 
     def _known(self, call: Call, name: str) -> dict | None:
-        """What the lock says of this candidate's correctness, learned for any mode."""
+        """What the lock says of this candidate's correctness, learned for any mode; not that it was left out."""
         twins = (e["candidates"] for e in self.lock.calls.values() if e["call"] == asdict(call))
         source = fingerprint(self.ops[call.op], name)
-        known = (candidates[name] for candidates in twins if name in candidates)
+        known = (candidates[name] for candidates in twins if "screened" not in candidates.get(name, {"screened": 0}))
         return next((_verdict(c) for c in known if self._holds(c, source)), None)
 
     def _verify(self, call: Call, name: str, worker: Worker, interpreter: Worker) -> dict:
@@ -267,9 +253,21 @@ class Work:
                     if mode == "graph" and candidate["ok"] and (reason := op.impl(name).no_graph):
                         candidate |= {"ok": False, "why": f"cannot be captured as a CUDA graph: {reason}"}
                 self.progress(f"timing {call.op} {mode}", self.done, self.total)
-                _choose(entry, op, names, functools.partial(self._time, call, mode, seconds))
+                timed = functools.partial(self._time, call, mode, seconds)
+                _choose(entry, op, names, timed)
+                if self._wrong_when_timed(call, mode):
+                    _choose(entry, op, names, timed)
                 self.lock.save()
                 self.tick(f"timed {call.op} {mode}")
+
+    def _wrong_when_timed(self, call: Call, mode: str) -> bool:
+        """Whether what others were left out for was found wrong as it was timed: they are verified now, the call is open."""
+        entry = self.entry(call, mode)
+        decided = {fact: entry.pop(fact) for fact in DECIDED if fact in entry}
+        if self._verify_again([(call, mode)]):
+            return True
+        entry |= decided
+        return False
 
     def _time(self, call: Call, mode: str, seconds: float, names: list[str]) -> dict:
         request = dict(call=asdict(call), impls=names, mode=mode, seconds=seconds, threads=machine.this_machine().threads)

@@ -23,9 +23,10 @@ from whet.child import Child, Lost
 from whet.figures import error_line
 from whet.isolation import Leftovers, isolated
 from whet.measure import ceilings, race, slower_by, stepper
-from whet.op import DTYPES, Call, Op, base, discover
-from whet.prove import provable, prove, run_once, wrong_now
+from whet.op import DTYPES, Call, Op, Rank, base, discover
+from whet.prove import forget_evidence, provable, prove, run_once, wrong_now
 
+HEAVY = 2 * 10**12  # flops of a call whose float64 oracle takes longer than starting a candidate: 50 TFLOP/s of float64
 VERIFIERS = 8  # children that verify side by side: verifying is mostly compiling, which is the host's work
 SHAPES: dict[str, dict] = {  # of an answer that is no error
     "verify": {"ok": bool, "share": (int, float), "why": str}, "measure": {"timings": dict},
@@ -124,13 +125,15 @@ def hands_here() -> int:
 
 
 class Hands:
-    """Threads that take items off one queue, each with children of its own: work(items, shared) does what it is handed.
+    """Threads that take shares of work off one queue, each with children of its own.
 
-    jobs   how many at most; shared is whether there are several
+    shares   lists of items; the items of one share are one hand's
+    work     work(items, shared) does what it is handed; shared is whether there are several hands
+    jobs     how many at most
     """
 
-    def __init__(self, items: Iterable, work: Callable[[Iterable, bool], None], jobs: int | None = None):
-        self.queue = collections.deque(items)
+    def __init__(self, shares: Iterable[Iterable], work: Callable[[Iterable, bool], None], jobs: int | None = None):
+        self.queue, self.stopped = collections.deque(shares), False
         count = min(jobs or hands_here(), len(self.queue))
         given = [(self._taken(), count > 1) for _ in range(count)]
         self.threads = [threading.Thread(target=work, args=args, daemon=True) for args in given]
@@ -140,7 +143,10 @@ class Hands:
     def _taken(self) -> Iterator:
         with contextlib.suppress(IndexError):  # another hand took the last
             while self.queue:
-                yield self.queue.popleft()
+                for item in self.queue.popleft():
+                    if self.stopped:
+                        return
+                    yield item
 
     def wait(self) -> None:
         for thread in self.threads:
@@ -149,7 +155,35 @@ class Hands:
 
     def stop(self) -> None:
         """No hand takes another item."""
+        self.stopped = True
         self.queue.clear()
+
+
+def in_shares(todo: Iterable[tuple[Call, str]]) -> list[list[tuple[Call, str]]]:
+    """Candidates of calls as the shares of hands, the slowest first, so that none is left to one hand at the end.
+
+    Those of a call with large products stay together: there the oracle is the work, and a child keeps its results.
+    """
+    ops, flops = discover(), dict[str, int]()
+
+    def slowest(item: tuple[Call, str]) -> tuple:
+        call, name = item
+        if call.key not in flops:
+            flops[call.key] = flops_of(ops[call.op], call)
+        return flops[call.key] < HEAVY, ops[call.op].impl(name).rank != Rank.COMPILED, -flops[call.key]
+
+    found: dict[str, list[tuple[Call, str]]] = {}
+    for call, name in sorted(todo, key=slowest):
+        found.setdefault(call.key if flops[call.key] >= HEAVY else f"{call.key} {name}", []).append((call, name))
+    return list(found.values())
+
+
+def flops_of(op: Op, call: Call) -> int:
+    """By the op's own count; 0 where that needs the values of its arguments."""
+    try:
+        return op.cost(**op.inputs(dtype=DTYPES[call.dtype], device="meta", **call.case)).of(call.grad)[1]
+    except Exception:
+        return 0
 
 
 def well_formed(what: str, answer: dict) -> bool:
@@ -170,6 +204,7 @@ def far_slower(
 ) -> tuple[float, str] | None:
     """(the least of the ratios, all in words) where a quick look finds it slower in each mode than one of the others."""
     found: dict[str, tuple[float, str]] = {}
+    beside = [other for other in beside if not op.why_not(base(other), _args(op, call))]  # what refuses is not chosen either
     for mode in (m for m in modes if m != "graph" or not op.impl(impl).no_graph):  # what is not captured is not chosen there
         for other in beside:
             if (over := slower_by(op, impl, other, _args(op, call), call.grad, mode)) > reach:
@@ -308,11 +343,12 @@ def main() -> None:
         request = json.loads(line)
         number = request.pop("id")
         if request["call"] not in seen:  # another call: guards of the last one's compiled graphs would only slow this one
-            if torch.cuda.is_initialized():
-                torch.cuda.empty_cache()  # for the children beside this one
+            forget_evidence()
             if "torch._dynamo" in sys.modules:
                 torch._dynamo.reset()
             gc.collect()
             gc.freeze()  # every CUDA graph and every reading of memory collects garbage: from here on among new objects alone
+            if torch.cuda.is_initialized():
+                torch.cuda.empty_cache()  # for the children beside this one
             seen.append(request["call"])
         print(json.dumps(_answer(request) | {"id": number}), file=replies, flush=True)

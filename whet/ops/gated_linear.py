@@ -11,18 +11,20 @@ import torch.nn.functional as F
 import triton
 import triton.language as tl
 
-from whet.op import Cost, Impl, Op, compiled, floating, lay, layout_of, nbytes, same_device
+from whet.op import Cost, Impl, Op, autocast_of, compiled, floating, lay, layout_of, nbytes, same_device
 from whet.ops import _gated
 from whet.ops._phi import _gelu_factor
 from whet.ops._rows import KERNEL_DTYPES, unit_rows
 from whet.ops.geglu import forward as geglu_forward
 from whet.ops.geglu import forward_packed as geglu_packed
 from whet.ops.geglu import reference as geglu_reference
+from whet.ops.geglu import run_triton as geglu_op
 from whet.ops.swiglu import forward as swiglu_forward
 from whet.ops.swiglu import forward_packed as swiglu_packed
 from whet.ops.swiglu import reference as swiglu_reference
+from whet.ops.swiglu import run_triton as swiglu_op
 from whet.parts import row_pieces
-from whet.torch_ops import Fused
+from whet.torch_ops import Fused, may_ask
 from whet.values import families
 
 GELUS = {"gelu": "none", "gelu_tanh": "tanh"}  # activation: approximate, as in geglu
@@ -180,11 +182,10 @@ def keeps_more(gate, up, w, activation="silu"):
 
 
 def run_triton(gate, up, w, activation="silu"):
-    if torch.is_autocast_enabled(gate.device.type):
-        dtype = torch.get_autocast_dtype(gate.device.type)
-        gate, up, w = (None if t is None else t.to(dtype) for t in (gate, up, w))
-    need_dgate = gate.requires_grad or up is not None and up.requires_grad
-    rest = (w, activation, torch.is_grad_enabled() and need_dgate, torch.is_grad_enabled() and w.requires_grad)
+    if autocast_of(gate) not in (None, gate.dtype):  # the activation is as wide as its input, and rounded for the product
+        return F.linear(swiglu_op(gate, up) if activation == "silu" else geglu_op(gate, up, GELUS[activation]), w)
+    w = w.to(gate.dtype)  # autocast's, too
+    rest = w, activation, may_ask(gate, up), may_ask(w)
     return PACKED(gate, *rest) if up is None else FUSED(gate, up, *rest)
 
 

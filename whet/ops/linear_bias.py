@@ -12,7 +12,7 @@ from whet.launch import launcher
 from whet.op import Cost, Impl, Op, floating, lay, layout_of, nbytes, rows, same_device
 from whet.ops._rows import KERNEL_DTYPES, cdiv, column_sum, power_of_two, programs, unit_rows
 from whet.parts import row_pieces
-from whet.torch_ops import Fused
+from whet.torch_ops import Fused, may_ask
 from whet.values import families
 
 BLOCK_N, ELEMENTS, WARPS = 128, 1024, 4  # of a block of rows: 8 elements a thread, one 16-byte load of bf16, two of fp32
@@ -156,8 +156,7 @@ def run_triton(x, w, b):
     if torch.is_autocast_enabled(x.device.type):
         dtype = torch.get_autocast_dtype(x.device.type)
         x, w, b = x.to(dtype), w.to(dtype), b.to(dtype)
-    grad = torch.is_grad_enabled()
-    return FUSED(x, w, b, grad and x.requires_grad, grad and w.requires_grad, grad and b.requires_grad)
+    return FUSED(x, w, b, may_ask(x), may_ask(w), may_ask(b))
 
 
 def run_torch(x, w, b):

@@ -4,13 +4,15 @@ What the parts will ask for is known once one of each kind is found: the rest of
 """
 
 import contextlib
-from collections.abc import Iterator
-from typing import TYPE_CHECKING
+from collections.abc import Callable, Iterator
+from typing import TYPE_CHECKING, TypeVar
 
+import torch
 from torch import nn
 
 from whet.choices import Choices
 from whet.judge import Verdict
+from whet.measure import free_memory
 from whet.op import Call
 from whet.swap import Met, Site
 from whet.swap._alike import form_of
@@ -21,6 +23,9 @@ from whet.tune import Tuned, Tuning
 
 if TYPE_CHECKING:
     from whet.swap._optimize import OptimizeTask
+
+OUT_OF_MEMORY = "OutOfMemoryError"  # as error_line says it
+T = TypeVar("T")
 
 
 def but_the_first(sites: list[Site], seen: dict[str, Met], ops: Choices) -> dict[int, Verdict]:
@@ -37,6 +42,12 @@ class Ahead:
     def __init__(self, calls: list[tuple[Call, int]], tuning: Tuning):
         self.calls, self.tuning, self.used = in_order(calls), tuning, False
 
+    def wait(self) -> None:
+        """Until the children are done, and hold no memory any more."""
+        if self.tuning.work is not None:
+            self.tuning.work.hands.wait()
+        free_memory()
+
     def tuned(self, calls: list[tuple[Call, int]], seconds: float) -> Tuned | None:
         """What serves these calls, where they are those that were expected; None: what was verified is in the lock."""
         if self.used:
@@ -44,9 +55,24 @@ class Ahead:
         self.used = True
         if in_order(calls) == self.calls:
             return self.tuning.finish(seconds)
-        if self.tuning.work is not None:
-            self.tuning.work.hands.wait()  # two tunings would verify the same
+        self.wait()  # two tunings would verify the same
         return None
+
+
+def with_memory(ahead: Ahead | None, run: Callable[[], T], short: Callable[[T], bool] = lambda made: False) -> T:
+    """What it gives; where memory was short beside the children, what it gives once they are done.
+
+    short   whether memory was short, of a result that says so
+    """
+    try:
+        made = run()
+        if ahead is None or not short(made):
+            return made
+    except torch.OutOfMemoryError:
+        if ahead is None:
+            raise
+    ahead.wait()
+    return run()
 
 
 def in_order(calls: list[tuple[Call, int]]) -> list[tuple[str, int]]:

@@ -16,6 +16,7 @@ from whet.swap import Met
 
 PLAIN = (bool, int, float, str, type(None), torch.dtype)
 HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
+OF_ALL_MODULES = tuple(getattr(torch.nn.modules.module, f"_global{name}") for name in HOOKS)
 PLACE = "layer_idx"  # where a module stands: like modules differ in it
 
 
@@ -52,8 +53,8 @@ def hooked(module: nn.Module) -> bool:
 
 
 def watched(module: nn.Module) -> bool:
-    """Whether someone hangs on this module's own call: hooks, or a forward that was put in place of its class's."""
-    return hooked(module) or "forward" in vars(module)
+    """Whether someone hangs on this module's own call: hooks, its own or all modules', or a forward in place of its class's."""
+    return hooked(module) or "forward" in vars(module) or any(OF_ALL_MODULES)
 
 
 def named(value: Any) -> str:

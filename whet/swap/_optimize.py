@@ -15,7 +15,7 @@ from whet.judge import Verdict
 from whet.lock import Lock
 from whet.measure import now, race
 from whet.swap import Edit, Left, Met, Site
-from whet.swap._ahead import Ahead, verifying
+from whet.swap._ahead import OUT_OF_MEMORY, Ahead, verifying, with_memory
 from whet.swap._alike import facts_of
 from whet.swap._begin import allowed, in_allowed, prepared, refuse, refuse_step_options, undone, with_optimizer
 from whet.swap._given import usable
@@ -234,9 +234,10 @@ def _keep_logits(asked: OptimizeTask) -> bool | None:
 def _decide(report: Optimized, asked: OptimizeTask, decided: Decisions) -> bool:
     model = report.model
     asked.progress("looking for what can be replaced", 0, 1)
-    report.replaced = found = recognise(
-        model, asked.calls[0], Choices(), keep_logits=_keep_logits(asked), known=decided.verdicts, train=asked.train
+    find = functools.partial(
+        recognise, model, asked.calls[0], Choices(), keep_logits=_keep_logits(asked), known=decided.verdicts, train=asked.train
     )
+    report.replaced = found = with_memory(asked.ahead, find, lambda found: any(OUT_OF_MEMORY in x.why for x in found.left))
     if not found.sites:
         report.note = "nothing was replaced"
         return True
@@ -264,7 +265,7 @@ def _decide(report: Optimized, asked: OptimizeTask, decided: Decisions) -> bool:
 
 def _tuned(report: Optimized, asked: OptimizeTask, sites: list[tuple[Site, Verdict]], decided: Decisions) -> bool:
     """Candidates are chosen for what these sites ask; False where that is not what a decision of the lock was taken with."""
-    made = recorded(report.replaced, asked.works, sites)
+    made = with_memory(asked.ahead, lambda: recorded(report.replaced, asked.works, sites))
     tuned = asked.ahead.tuned(made, asked.seconds) if asked.ahead else None
     tuned = tuned or tune(made, decided.lock, decided.modes, asked.progress, asked.seconds, reach=REACH, crew=asked.crew)
     if asked.crew is not None:

@@ -23,6 +23,7 @@ from torch import nn
 
 from whet.decode.bench.contender import Contender
 from whet.decode.chunks import CHUNK
+from whet.lock import Lock
 from whet.models.qwen3 import FAMILIES, Qwen3, Qwen3Config
 from whet.swap._optimize import optimize
 
@@ -123,7 +124,7 @@ class TransformersOptimized(Transformers):
     def __init__(self, model: Qwen3, batch: int, length: int):
         super().__init__(model, batch, length)
         tokens = torch.arange(batch * length, device=model.embed.device).view(batch, length) % model.c.vocab
-        optimize(self.module, {"input_ids": tokens}, mode="infer")
+        optimize(self.module, {"input_ids": tokens, "logits_to_keep": 1}, mode="infer", lock=Lock())
 
 
 def must_be_placed(module: Any) -> bool:
