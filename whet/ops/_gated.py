@@ -1,9 +1,12 @@
-"""What gated activations share, act(gate) * up of two tensors or of the halves of one: their arguments, tiles and launchers."""
+"""Gated activations, act(gate) * up of two tensors or of the halves of one: arguments, kernels, tiles and launchers."""
 
 import torch
+import triton
+import triton.language as tl
 
 from whet.launch import launcher
 from whet.op import Cost, floating, lay, layout_of, nbytes, same_device
+from whet.ops._phi import _gelu_factor
 from whet.ops._rows import KERNEL_DTYPES, cdiv, unit_rows
 
 TILE, WARPS = 1024, 4  # 8 elements a thread of every tensor: one 16-byte load each of bf16
@@ -54,6 +57,75 @@ def refuses(gate, up=None, **options):
     return None if gate.dtype in KERNEL_DTYPES else f"gate must be float32, float16 or bfloat16, got {gate.dtype}"
 
 
+@triton.jit
+def _gate_factor(gate, gate_ptr, SILU: tl.constexpr, TANH: tl.constexpr):
+    """p and dp/dgate of act(gate) = gate * p: SiLU's, or a GELU's, exactly or through tanh."""
+    if SILU:
+        p = tl.sigmoid(gate)
+        density = p * (1.0 - p)
+    else:
+        p, density = _gelu_factor(gate, gate_ptr, TANH)
+    return p, density
+
+
+@triton.jit
+def _gated_kernel(
+    gate_ptr, up_ptr,  # inputs
+    y_ptr,  # output
+    stride_gm, stride_um, stride_ym,
+    M, N,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, SILU: tl.constexpr, TANH: tl.constexpr,
+):
+    """y = act(gate) * up.  One program, BLOCK_M x BLOCK_N elements, neighbours along a row.
+
+    Fuses   the whole formula; gate and up may be the halves of one packed row.
+    Moves   gate, up in; y out = 3*M*N * itemsize.  PyTorch's activation, then the product: 5*M*N.
+    Rounds  once, at the store; fp32 inside.
+    """
+    pid = tl.program_id(0)
+    across = tl.cdiv(N, BLOCK_N)
+    m = (pid // across).to(tl.int64) * BLOCK_M + tl.arange(0, BLOCK_M)
+    n = (pid % across).to(tl.int64) * BLOCK_N + tl.arange(0, BLOCK_N)
+    inside = (m < M)[:, None] & (n < N)[None, :]
+
+    gate = tl.load(gate_ptr + m[:, None] * stride_gm + n[None, :], mask=inside, other=0.0).to(tl.float32)
+    up = tl.load(up_ptr + m[:, None] * stride_um + n[None, :], mask=inside, other=0.0).to(tl.float32)
+    p, _ = _gate_factor(gate, gate_ptr, SILU, TANH)
+    tl.store(y_ptr + m[:, None] * stride_ym + n[None, :], gate * p * up, mask=inside)
+
+
+@triton.jit
+def _gated_bwd_kernel(
+    dy_ptr, gate_ptr, up_ptr,  # inputs
+    dgate_ptr, dup_ptr,  # outputs
+    stride_dym, stride_gm, stride_um, stride_dgm, stride_dum,
+    M, N,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, SILU: tl.constexpr, TANH: tl.constexpr, AGAIN: tl.constexpr,
+):
+    """act(gate) = gate * p:  dgate = dy * up * (p + gate * p');  dup = dy * gate * p;  where AGAIN y = gate * p * up, over dy.
+
+    Fuses   both gradients, p recomputed; dgate and dup may be the halves of one packed row, so nothing is concatenated.
+    Moves   dy, gate, up in; dgate, dup out = 5*M*N * itemsize; with y 6.
+    Rounds  once, at each store; fp32 inside.
+    """
+    pid = tl.program_id(0)
+    across = tl.cdiv(N, BLOCK_N)
+    m = (pid // across).to(tl.int64) * BLOCK_M + tl.arange(0, BLOCK_M)
+    n = (pid % across).to(tl.int64) * BLOCK_N + tl.arange(0, BLOCK_N)
+    inside = (m < M)[:, None] & (n < N)[None, :]
+
+    dy = tl.load(dy_ptr + m[:, None] * stride_dym + n[None, :], mask=inside, other=0.0).to(tl.float32)
+    gate = tl.load(gate_ptr + m[:, None] * stride_gm + n[None, :], mask=inside, other=0.0).to(tl.float32)
+    up = tl.load(up_ptr + m[:, None] * stride_um + n[None, :], mask=inside, other=0.0).to(tl.float32)
+
+    p, density = _gate_factor(gate, gate_ptr, SILU, TANH)
+    act = gate * p
+    tl.store(dgate_ptr + m[:, None] * stride_dgm + n[None, :], dy * up * (p + gate * density), mask=inside)
+    tl.store(dup_ptr + m[:, None] * stride_dum + n[None, :], dy * act, mask=inside)
+    if AGAIN:
+        tl.store(dy_ptr + m[:, None] * stride_dym + n[None, :], act * up, mask=inside)
+
+
 def cut(N: int) -> tuple[int, int]:
     """BLOCK_M, BLOCK_N of TILE elements: the longest stretch of a row that leaves at most one lane in sixteen idle."""
     BLOCK_N = TILE
@@ -83,30 +155,35 @@ def launch(kernel, *tensors, **variant):
     launcher(kernel)[grid](*tensors, *strides, M, N, BLOCK_M=BLOCK_M, BLOCK_N=BLOCK_N, num_warps=WARPS, **variant)
 
 
-def forward(kernel, gate, up, **variant):
-    """y of a kernel(gate, up, y) and of the constexprs that say which formula."""
+def formula(activation: str) -> dict:
+    """The constexprs of "silu", "gelu" or "gelu_tanh"."""
+    return dict(SILU=activation == "silu", TANH=activation == "gelu_tanh")
+
+
+def forward(gate, up, activation):
     y = torch.empty_like(gate, memory_format=torch.contiguous_format)
     if y.numel():
-        launch(kernel, *as_rows(gate, up, y), **variant)
+        launch(_gated_kernel, *as_rows(gate, up, y), **formula(activation))
     return y
 
 
-def backward(kernel, dy, gate, up, **variant):
+def backward(dy, gate, up, activation, again=False):
+    """dgate and dup.  again: what the forward gave is written over dy, which is contiguous then."""
     dgate, dup = (torch.empty_like(gate, memory_format=torch.contiguous_format) for _ in range(2))
     if dgate.numel():
-        launch(kernel, *as_rows(dy, gate, up, dgate, dup), **variant)
+        launch(_gated_bwd_kernel, *as_rows(dy, gate, up, dgate, dup), **formula(activation), AGAIN=again)
     return dgate, dup
 
 
-def forward_packed(kernel, packed, **variant):
+def forward_packed(packed, activation):
     y = torch.empty(*packed.shape[:-1], packed.shape[-1] // 2, dtype=packed.dtype, device=packed.device)
     if y.numel():
-        launch(kernel, *halves(packed), unit_rows(y), **variant)
+        launch(_gated_kernel, *halves(packed), unit_rows(y), **formula(activation))
     return y
 
 
-def backward_packed(kernel, dy, packed, **variant):
+def backward_packed(dy, packed, activation, again=False):
     grad = torch.empty_like(packed, memory_format=torch.contiguous_format)
     if grad.numel():
-        launch(kernel, unit_rows(dy), *halves(packed), *halves(grad), **variant)
+        launch(_gated_bwd_kernel, unit_rows(dy), *halves(packed), *halves(grad), **formula(activation), AGAIN=again)
     return grad

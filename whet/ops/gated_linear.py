@@ -8,19 +8,12 @@ and F.linear.
 
 import torch
 import torch.nn.functional as F
-import triton
-import triton.language as tl
 
 from whet.op import Cost, Impl, Op, autocast_of, compiled, floating, lay, layout_of, nbytes, same_device
 from whet.ops import _gated
-from whet.ops._phi import _gelu_factor
 from whet.ops._rows import KERNEL_DTYPES, unit_rows
-from whet.ops.geglu import forward as geglu_forward
-from whet.ops.geglu import forward_packed as geglu_packed
 from whet.ops.geglu import reference as geglu_reference
 from whet.ops.geglu import run_triton as geglu_op
-from whet.ops.swiglu import forward as swiglu_forward
-from whet.ops.swiglu import forward_packed as swiglu_packed
 from whet.ops.swiglu import reference as swiglu_reference
 from whet.ops.swiglu import run_triton as swiglu_op
 from whet.parts import row_pieces
@@ -67,49 +60,9 @@ def cost(gate, up, w, activation="silu"):
     return Cost(bytes=given + y, flops=product + inner.flops, bwd_bytes=2 * given + y, bwd_flops=2 * product + inner.bwd_flops)
 
 
-@triton.jit
-def _gated_again_kernel(
-    dh_ptr, gate_ptr, up_ptr,  # inputs; h takes dh's place
-    dgate_ptr, dup_ptr,  # outputs
-    stride_dhm, stride_gm, stride_um, stride_dgm, stride_dum,
-    M, N,
-    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, SILU: tl.constexpr, TANH: tl.constexpr, AGAIN: tl.constexpr,
-):
-    """act(gate) = gate * p:  dgate = dh * up * (p + gate * p');  dup = dh * gate * p;  h = gate * p * up, written over dh.
-
-    Fuses   both gradients and the forward's result; gate and up, and their gradients, may be the halves of packed rows.
-    Moves   dh, gate, up in; dgate, dup out, and h where AGAIN = 6*M*N * itemsize, 5 without h.
-    Rounds  once, at each store; fp32 inside.
-    """
-    pid = tl.program_id(0)
-    across = tl.cdiv(N, BLOCK_N)
-    m = (pid // across).to(tl.int64) * BLOCK_M + tl.arange(0, BLOCK_M)
-    n = (pid % across).to(tl.int64) * BLOCK_N + tl.arange(0, BLOCK_N)
-    inside = (m < M)[:, None] & (n < N)[None, :]
-
-    dh = tl.load(dh_ptr + m[:, None] * stride_dhm + n[None, :], mask=inside, other=0.0).to(tl.float32)
-    gate = tl.load(gate_ptr + m[:, None] * stride_gm + n[None, :], mask=inside, other=0.0).to(tl.float32)
-    up = tl.load(up_ptr + m[:, None] * stride_um + n[None, :], mask=inside, other=0.0).to(tl.float32)
-
-    if SILU:
-        p = tl.sigmoid(gate)
-        slope = p + gate * p * (1.0 - p)
-    else:
-        p, density = _gelu_factor(gate, gate_ptr, TANH)
-        slope = p + gate * density
-    act = gate * p
-    tl.store(dgate_ptr + m[:, None] * stride_dgm + n[None, :], dh * up * slope, mask=inside)
-    tl.store(dup_ptr + m[:, None] * stride_dum + n[None, :], dh * act, mask=inside)
-    if AGAIN:
-        tl.store(dh_ptr + m[:, None] * stride_dhm + n[None, :], act * up, mask=inside)
-
-
 def activated(gate, up, activation):
     """act(gate) * up."""
-    if activation == "silu":
-        return swiglu_packed(gate) if up is None else swiglu_forward(gate, up)
-    approximate = GELUS[activation]
-    return geglu_packed(gate, approximate) if up is None else geglu_forward(gate, up, approximate)
+    return _gated.forward_packed(gate, activation) if up is None else _gated.forward(gate, up, activation)
 
 
 def forward(gate, up, w, activation, need_dgate, need_dw):
@@ -123,11 +76,10 @@ def backward(dy, gate, up, w, activation, need_dgate, need_dw):
         h = activated(gate, up, activation)
         return none, None if up is None else none, flat.t() @ h.view(-1, h.shape[-1])
     h = flat @ w  # dh until the kernel has run
-    dgate, dup = (None if t is None else torch.empty_like(t, memory_format=torch.contiguous_format) for t in (gate, up))
-    if h.numel():
-        tensors = [h, *_gated.halves(gate), *_gated.halves(dgate)] if up is None else _gated.as_rows(h, gate, up, dgate, dup)
-        variant = dict(SILU=activation == "silu", TANH=activation == "gelu_tanh", AGAIN=need_dw)
-        _gated.launch(_gated_again_kernel, *tensors, **variant)
+    if up is None:
+        dgate, dup = _gated.backward_packed(h, gate, activation, need_dw), None
+    else:
+        dgate, dup = _gated.backward(h, gate, up, activation, need_dw)
     return dgate, dup, flat.t() @ h if need_dw else none
 
 

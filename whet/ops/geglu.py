@@ -4,12 +4,10 @@ import math
 
 import torch
 import torch.nn.functional as F
-import triton
-import triton.language as tl
 
 from whet.op import Impl, Op
 from whet.ops import _gated
-from whet.ops._phi import CHOICES, _gelu_factor
+from whet.ops._phi import CHOICES
 from whet.parts import row_pieces
 from whet.torch_ops import Fused
 from whet.values import families
@@ -47,75 +45,25 @@ def cost(gate, up=None, approximate="none"):
     return _gated.cost(gate, up, flops=11, bwd_flops=24)
 
 
-@triton.jit
-def _geglu_kernel(
-    gate_ptr, up_ptr,  # inputs
-    y_ptr,  # output
-    stride_gm, stride_um, stride_ym,
-    M, N,
-    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, TANH: tl.constexpr,
-):
-    """y = gate * Phi(gate) * up.  One program, BLOCK_M x BLOCK_N elements, neighbours along a row.
-
-    Fuses   the whole formula; gate and up may be the halves of one packed row.
-    Moves   gate, up in; y out = 3*M*N * itemsize.  F.gelu, then the product: 5*M*N.
-    Rounds  once, at the store; fp32 inside.
-    """
-    pid = tl.program_id(0)
-    across = tl.cdiv(N, BLOCK_N)
-    m = (pid // across).to(tl.int64) * BLOCK_M + tl.arange(0, BLOCK_M)
-    n = (pid % across).to(tl.int64) * BLOCK_N + tl.arange(0, BLOCK_N)
-    inside = (m < M)[:, None] & (n < N)[None, :]
-
-    gate = tl.load(gate_ptr + m[:, None] * stride_gm + n[None, :], mask=inside, other=0.0).to(tl.float32)
-    up = tl.load(up_ptr + m[:, None] * stride_um + n[None, :], mask=inside, other=0.0).to(tl.float32)
-    p, _ = _gelu_factor(gate, gate_ptr, TANH)
-    tl.store(y_ptr + m[:, None] * stride_ym + n[None, :], gate * p * up, mask=inside)
-
-
-@triton.jit
-def _geglu_bwd_kernel(
-    dy_ptr, gate_ptr, up_ptr,  # inputs
-    dgate_ptr, dup_ptr,  # outputs
-    stride_dym, stride_gm, stride_um, stride_dgm, stride_dum,
-    M, N,
-    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, TANH: tl.constexpr,
-):
-    """p = Phi(gate);  dgate = dy * up * (p + gate * Phi'(gate));  dup = dy * gate * p.
-
-    Fuses   both gradients, p recomputed; dgate and dup may be the halves of one packed row, so nothing is concatenated.
-    Moves   dy, gate, up in; dgate, dup out = 5*M*N * itemsize.
-    Rounds  once, at the store; fp32 inside.
-    """
-    pid = tl.program_id(0)
-    across = tl.cdiv(N, BLOCK_N)
-    m = (pid // across).to(tl.int64) * BLOCK_M + tl.arange(0, BLOCK_M)
-    n = (pid % across).to(tl.int64) * BLOCK_N + tl.arange(0, BLOCK_N)
-    inside = (m < M)[:, None] & (n < N)[None, :]
-
-    dy = tl.load(dy_ptr + m[:, None] * stride_dym + n[None, :], mask=inside, other=0.0).to(tl.float32)
-    gate = tl.load(gate_ptr + m[:, None] * stride_gm + n[None, :], mask=inside, other=0.0).to(tl.float32)
-    up = tl.load(up_ptr + m[:, None] * stride_um + n[None, :], mask=inside, other=0.0).to(tl.float32)
-
-    p, density = _gelu_factor(gate, gate_ptr, TANH)
-    tl.store(dgate_ptr + m[:, None] * stride_dgm + n[None, :], dy * up * (p + gate * density), mask=inside)
-    tl.store(dup_ptr + m[:, None] * stride_dum + n[None, :], dy * (gate * p), mask=inside)
+def word(approximate: str) -> str:
+    """The activation as _gated names it."""
+    return "gelu_tanh" if approximate == "tanh" else "gelu"
 
 
 def forward(gate, up, approximate):
-    return _gated.forward(_geglu_kernel, gate, up, TANH=approximate == "tanh")
+    return _gated.forward(gate, up, word(approximate))
 
 
 def backward(dy, gate, up, approximate):
-    return _gated.backward(_geglu_bwd_kernel, dy, gate, up, TANH=approximate == "tanh")
+    return _gated.backward(dy, gate, up, word(approximate))
 
 
 def forward_packed(packed, approximate):
-    return _gated.forward_packed(_geglu_kernel, packed, TANH=approximate == "tanh")
+    return _gated.forward_packed(packed, word(approximate))
 
 
 def backward_packed(dy, packed, approximate):
-    return _gated.backward_packed(_geglu_bwd_kernel, dy, packed, TANH=approximate == "tanh")
+    return _gated.backward_packed(dy, packed, word(approximate))
 
 
 FUSED = Fused(

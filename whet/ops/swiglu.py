@@ -2,8 +2,6 @@
 
 import torch
 import torch.nn.functional as F
-import triton
-import triton.language as tl
 
 from whet.op import Impl, Op, rows
 from whet.ops import _gated
@@ -25,75 +23,20 @@ def cost(gate, up=None):
     return _gated.cost(gate, up, flops=5, bwd_flops=10)
 
 
-@triton.jit
-def _swiglu_kernel(
-    gate_ptr, up_ptr,  # inputs
-    y_ptr,  # output
-    stride_gm, stride_um, stride_ym,
-    M, N,
-    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
-):
-    """y = gate * sigmoid(gate) * up.  One program, BLOCK_M x BLOCK_N elements, neighbours along a row.
-
-    Fuses   the whole formula; gate and up may be the halves of one packed row.
-    Moves   gate, up in; y out = 3*M*N * itemsize.  F.silu, then the product: 5*M*N.
-    Rounds  once, at the store; fp32 inside.
-    """
-    pid = tl.program_id(0)
-    across = tl.cdiv(N, BLOCK_N)
-    m = (pid // across).to(tl.int64) * BLOCK_M + tl.arange(0, BLOCK_M)
-    n = (pid % across).to(tl.int64) * BLOCK_N + tl.arange(0, BLOCK_N)
-    inside = (m < M)[:, None] & (n < N)[None, :]
-
-    gate = tl.load(gate_ptr + m[:, None] * stride_gm + n[None, :], mask=inside, other=0.0).to(tl.float32)
-    up = tl.load(up_ptr + m[:, None] * stride_um + n[None, :], mask=inside, other=0.0).to(tl.float32)
-    tl.store(y_ptr + m[:, None] * stride_ym + n[None, :], gate * tl.sigmoid(gate) * up, mask=inside)
-
-
-@triton.jit
-def _swiglu_bwd_kernel(
-    dy_ptr, gate_ptr, up_ptr,  # inputs
-    dgate_ptr, dup_ptr,  # outputs
-    stride_dym, stride_gm, stride_um, stride_dgm, stride_dum,
-    M, N,
-    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
-):
-    """s = sigmoid(gate);  dgate = dy * up * s * (1 + gate * (1 - s));  dup = dy * gate * s.
-
-    Fuses   both gradients, silu recomputed; dgate and dup may be the halves of one packed row, so nothing is concatenated.
-    Moves   dy, gate, up in; dgate, dup out = 5*M*N * itemsize.
-    Rounds  once, at the store; fp32 inside.
-    """
-    pid = tl.program_id(0)
-    across = tl.cdiv(N, BLOCK_N)
-    m = (pid // across).to(tl.int64) * BLOCK_M + tl.arange(0, BLOCK_M)
-    n = (pid % across).to(tl.int64) * BLOCK_N + tl.arange(0, BLOCK_N)
-    inside = (m < M)[:, None] & (n < N)[None, :]
-
-    dy = tl.load(dy_ptr + m[:, None] * stride_dym + n[None, :], mask=inside, other=0.0).to(tl.float32)
-    gate = tl.load(gate_ptr + m[:, None] * stride_gm + n[None, :], mask=inside, other=0.0).to(tl.float32)
-    up = tl.load(up_ptr + m[:, None] * stride_um + n[None, :], mask=inside, other=0.0).to(tl.float32)
-
-    s = tl.sigmoid(gate)
-    silu = gate * s
-    tl.store(dgate_ptr + m[:, None] * stride_dgm + n[None, :], dy * up * (s + silu * (1.0 - s)), mask=inside)
-    tl.store(dup_ptr + m[:, None] * stride_dum + n[None, :], dy * silu, mask=inside)
-
-
 def forward(gate, up):
-    return _gated.forward(_swiglu_kernel, gate, up)
+    return _gated.forward(gate, up, "silu")
 
 
 def backward(dy, gate, up):
-    return _gated.backward(_swiglu_bwd_kernel, dy, gate, up)
+    return _gated.backward(dy, gate, up, "silu")
 
 
 def forward_packed(packed):
-    return _gated.forward_packed(_swiglu_kernel, packed)
+    return _gated.forward_packed(packed, "silu")
 
 
 def backward_packed(dy, packed):
-    return _gated.backward_packed(_swiglu_bwd_kernel, dy, packed)
+    return _gated.backward_packed(dy, packed, "silu")
 
 
 FUSED = Fused(
