@@ -36,7 +36,7 @@ def test_what_is_expected_is_what_all_the_proved_parts_ask_for_and_the_model_is_
     pytest.importorskip("transformers")
     model = built(name, torch.float32).train()
     before, asked = state(model), task(model, FAMILIES[name].batch())
-    calls = expected(model, asked, None)
+    calls = expected(model, asked)
     assert state(model) == before and calls
     found = recognise(model, asked.calls[0], Choices())
     assert in_order(calls) == in_order(_groups.recorded(found, asked.works, found.sites))
@@ -46,7 +46,7 @@ def test_where_nothing_can_be_expected_nothing_is_started(monkeypatch):
     model = stack()
     monkeypatch.setattr(_ahead, "recorded", lambda *args: 1 / 0)
     before = state(model)
-    with _ahead.verifying(model, task(model, data()), None, 1.25, lock=Lock(), modes=("eager",)) as started:
+    with _ahead.verifying(model, task(model, data()), lock=Lock(), modes=("eager",), reach=1.25) as started:
         assert started is None
     assert state(model) == before
 

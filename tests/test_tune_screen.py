@@ -12,7 +12,7 @@ import whet.worker
 from whet.lock import Lock
 from whet.op import Call, Impl, discover
 from whet.tune import Work
-from whet.worker import Hands, answer_verify, far_slower, flops_of, in_shares
+from whet.worker import Hands, _args, answer_verify, far_slower, flops_of, in_shares
 
 OP = discover()["rms_norm"]
 CALL = Call("rms_norm", {"M": 8, "N": 32, "layout": "contiguous"}, "float32", True)
@@ -54,7 +54,8 @@ def test_where_the_stock_call_does_not_run_the_others_are_proved(monkeypatch):
 def looked(monkeypatch, ratios: dict[tuple[str, str], float], impl: str = "slow", **look) -> tuple[float, str] | None:
     """What a look finds where these are the ratios by (mode, other)."""
     monkeypatch.setattr(whet.worker, "slower_by", lambda op, name, other, args, grad, mode: ratios[mode, other])
-    return far_slower(OP, CALL, impl, look.get("beside", ["torch", "eager"]), look.get("modes", ["eager", "graph"]), 1.25)
+    beside, modes = look.get("beside", ["torch", "eager"]), look.get("modes", ["eager", "graph"])
+    return far_slower(OP, _args(OP, CALL), True, impl, beside, modes, 1.25)
 
 
 @pytest.mark.usefixtures("planted")

@@ -154,11 +154,7 @@ class Work:
         entry, op = self.entry(call, mode), self.ops[call.op]
         edited = [n for n, c in entry["candidates"].items() if base(n) in op.impls and not self._holds(c, fingerprint(op, n))]
         screened = [n for n, c in entry["candidates"].items() if edited and "screened" in c]  # beside what is no more, perhaps
-        for name in {*edited, *screened}:
-            del entry["candidates"][name]
-        if edited:
-            for fact in DECIDED:
-                entry.pop(fact, None)
+        _forget(entry, list(dict.fromkeys([*edited, *screened])))
 
     def _holds(self, candidate: dict, source: str) -> bool:
         """Whether a verdict is of this source; one that was left out by a quick look counts only where that is asked for."""
@@ -195,10 +191,7 @@ class Work:
         spared = "screened" in kernel or kernel.get("why", "").startswith("refused")
         if stock.get("ok") and (kernel.get("ok", True) or spared):
             return []
-        found = [name for name, c in entry["candidates"].items() if "screened" in c]
-        for name in found:
-            del entry["candidates"][name]
-        return [(call, name) for name in found]
+        return [(call, name) for name in _forget(entry, [n for n, c in entry["candidates"].items() if "screened" in c])]
 
     def _verify_some(self, items: Iterable, shared: bool) -> None:
         with self.crew.take(self.preload) as worker, Worker(interpret=True, preload=self.preload) as interpreter:
@@ -255,19 +248,10 @@ class Work:
                 self.progress(f"timing {call.op} {mode}", self.done, self.total)
                 timed = functools.partial(self._time, call, mode, seconds)
                 _choose(entry, op, names, timed)
-                if self._wrong_when_timed(call, mode):
+                if self._verify_again([(call, mode)]):  # what others were left out for was found wrong as it was timed
                     _choose(entry, op, names, timed)
                 self.lock.save()
                 self.tick(f"timed {call.op} {mode}")
-
-    def _wrong_when_timed(self, call: Call, mode: str) -> bool:
-        """Whether what others were left out for was found wrong as it was timed: they are verified now, the call is open."""
-        entry = self.entry(call, mode)
-        decided = {fact: entry.pop(fact) for fact in DECIDED if fact in entry}
-        if self._verify_again([(call, mode)]):
-            return True
-        entry |= decided
-        return False
 
     def _time(self, call: Call, mode: str, seconds: float, names: list[str]) -> dict:
         request = dict(call=asdict(call), impls=names, mode=mode, seconds=seconds, threads=machine.this_machine().threads)
@@ -275,6 +259,15 @@ class Work:
             return self.timer.ask(self.limit_s * len(names), what="measure", **request)
         except Lost as e:
             return {"error": str(e)}
+
+
+def _forget(entry: dict, names: list[str]) -> list[str]:
+    """These candidates are to be verified again, and then the choice made again."""
+    for name in names:
+        del entry["candidates"][name]
+    for fact in DECIDED if names else ():
+        entry.pop(fact, None)
+    return names
 
 
 def _verdict(candidate: dict) -> dict:

@@ -200,14 +200,14 @@ def _args(op: Op, call: Call) -> dict:
 
 
 def far_slower(
-    op: Op, call: Call, impl: str, beside: Sequence[str], modes: Sequence[str], reach: float
+    op: Op, args: dict, grad: bool, impl: str, beside: Sequence[str], modes: Sequence[str], reach: float
 ) -> tuple[float, str] | None:
     """(the least of the ratios, all in words) where a quick look finds it slower in each mode than one of the others."""
     found: dict[str, tuple[float, str]] = {}
-    beside = [other for other in beside if not op.why_not(base(other), _args(op, call))]  # what refuses is not chosen either
+    beside = [other for other in beside if not op.why_not(base(other), args)]  # what refuses is not chosen either
     for mode in (m for m in modes if m != "graph" or not op.impl(impl).no_graph):  # what is not captured is not chosen there
         for other in beside:
-            if (over := slower_by(op, impl, other, _args(op, call), call.grad, mode)) > reach:
+            if (over := slower_by(op, impl, other, args, grad, mode)) > reach:
                 found[mode] = over, other
                 break
         else:
@@ -224,11 +224,13 @@ def answer_verify(call: Call, impl: str, beside: Sequence[str] = (), modes: Sequ
                            these modes, it is not proved: "screened"
     """
     op, device = discover()[call.op], machine.this_machine().device
-    if reason := op.why_not(base(impl), _args(op, call)):
+    args = _args(op, call)
+    if reason := op.why_not(base(impl), args):
         return {"ok": False, "share": 0.0, "why": f"refused: {reason}"}
-    if beside and (found := far_slower(op, call, impl, beside, modes, reach)):
+    if beside and (found := far_slower(op, args, call.grad, impl, beside, modes, reach)):
         why = f"not verified: {found[1]} at a quick look, so it cannot be chosen"
         return {"ok": False, "share": 0.0, "why": why, "screened": round(found[0], 2)}
+    del args  # a proof makes its own
     proof = replace(call, case=provable(op, dict(call.case), call.dtype))
     verdict = prove(op, impl, call, device)
     answer = {"ok": verdict.ok, "share": round(verdict.share, 4), "why": verdict.why}

@@ -12,6 +12,7 @@ import torch.nn.functional as F
 from whet.op import Cost, Impl, Op, autocast_of, compiled, floating, lay, layout_of, nbytes, same_device
 from whet.ops import _gated
 from whet.ops._rows import KERNEL_DTYPES, unit_rows
+from whet.ops.geglu import NAMES
 from whet.ops.geglu import reference as geglu_reference
 from whet.ops.geglu import run_triton as geglu_op
 from whet.ops.swiglu import reference as swiglu_reference
@@ -20,7 +21,7 @@ from whet.parts import row_pieces
 from whet.torch_ops import Fused, may_ask
 from whet.values import families
 
-GELUS = {"gelu": "none", "gelu_tanh": "tanh"}  # activation: approximate, as in geglu
+GELUS = {name: approximate for approximate, name in NAMES.items()}  # activation: approximate, as in geglu
 
 
 def reference(gate, up, w, activation="silu"):

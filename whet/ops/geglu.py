@@ -12,6 +12,8 @@ from whet.parts import row_pieces
 from whet.torch_ops import Fused
 from whet.values import families
 
+NAMES = dict(zip(CHOICES, ("gelu", "gelu_tanh")))  # approximate: the activation, as _gated has it
+
 
 def reference(gate, up=None, approximate="none"):
     """y = gelu(gate) * up, computed wide, rounded once; approximate as in gelu.
@@ -45,25 +47,20 @@ def cost(gate, up=None, approximate="none"):
     return _gated.cost(gate, up, flops=11, bwd_flops=24)
 
 
-def word(approximate: str) -> str:
-    """The activation as _gated names it."""
-    return "gelu_tanh" if approximate == "tanh" else "gelu"
-
-
 def forward(gate, up, approximate):
-    return _gated.forward(gate, up, word(approximate))
+    return _gated.forward(gate, up, NAMES[approximate])
 
 
 def backward(dy, gate, up, approximate):
-    return _gated.backward(dy, gate, up, word(approximate))
+    return _gated.backward(dy, gate, up, NAMES[approximate])
 
 
 def forward_packed(packed, approximate):
-    return _gated.forward_packed(packed, word(approximate))
+    return _gated.forward_packed(packed, NAMES[approximate])
 
 
 def backward_packed(dy, packed, approximate):
-    return _gated.backward_packed(dy, packed, word(approximate))
+    return _gated.backward_packed(dy, packed, NAMES[approximate])
 
 
 FUSED = Fused(

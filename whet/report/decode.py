@@ -192,12 +192,10 @@ def full(root: Path) -> str:
 
 def most_systems(found: Iterable[tuple[Records, dict]]) -> list[tuple[Records, dict]]:
     """Of each model the record in which the most systems were timed, the first of several."""
-    best: dict[str, tuple[Records, dict]] = {}
+    by_model: dict[str, list[tuple[Records, dict]]] = {}
     for used, measured in found:
-        systems = {(r["system"], r["quant"]) for r in measured["rows"]}
-        if len(systems) > len({(r["system"], r["quant"]) for r in best.get(measured["model"], ({}, {"rows": []}))[1]["rows"]}):
-            best[measured["model"]] = used, measured
-    return list(best.values())
+        by_model.setdefault(measured["model"], []).append((used, measured))
+    return [max(group, key=lambda g: len({(r["system"], r["quant"]) for r in g[1]["rows"]})) for group in by_model.values()]
 
 
 def summary(root: Path, compared: bool = False) -> str:

@@ -18,7 +18,6 @@ from whet.swap import Met, Site
 from whet.swap._alike import form_of
 from whet.swap._groups import recorded
 from whet.swap._kept import name_of
-from whet.swap._replace import recognise
 from whet.tune import Tuned, Tuning
 
 if TYPE_CHECKING:
@@ -79,13 +78,11 @@ def in_order(calls: list[tuple[Call, int]]) -> list[tuple[str, int]]:
     return sorted((call.key, count) for call, count in calls)
 
 
-def expected(model: nn.Module, asked: "OptimizeTask", keep_logits: bool | None) -> list[tuple[Call, int]]:
+def expected(model: nn.Module, asked: "OptimizeTask") -> list[tuple[Call, int]]:
     """The calls that the model's parts will make, if every module is as right as the first of its kind; none on any error."""
     found = None
     try:
-        found = recognise(
-            model, asked.calls[0], Choices(), keep_logits=keep_logits, known=but_the_first, train=asked.train
-        )
+        found = asked.find(model, but_the_first)
         return recorded(found, asked.works, found.sites)
     except Exception:  # it shows again, with a reason, where all of them are proved
         return []
@@ -95,16 +92,14 @@ def expected(model: nn.Module, asked: "OptimizeTask", keep_logits: bool | None) 
 
 
 @contextlib.contextmanager
-def verifying(
-    model: nn.Module, asked: "OptimizeTask", keep_logits: bool | None, reach: float, **tuning
-) -> Iterator[Ahead | None]:
+def verifying(model: nn.Module, asked: "OptimizeTask", **tuning) -> Iterator[Ahead | None]:
     """Children begin to verify what will be asked for; None where that is nothing.
 
-    tuning   lock and modes, as Tuning takes them
+    tuning   lock, modes and reach, as Tuning takes them
     """
-    calls = expected(model, asked, keep_logits)
+    calls = expected(model, asked)
     if not calls:
         yield None
         return
-    with Tuning(calls, progress=asked.progress, reach=reach, crew=asked.crew, **tuning) as started:
+    with Tuning(calls, progress=asked.progress, crew=asked.crew, **tuning) as started:
         yield Ahead(calls, started)

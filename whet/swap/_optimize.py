@@ -24,7 +24,7 @@ from whet.swap._kept import Decisions
 from whet.swap._memory import KIND as CHECKPOINT
 from whet.swap._memory import bytes_of, fit
 from whet.swap._proof import floating, prove
-from whet.swap._replace import Replaced, as_calls, cut, met_in, prove_covered, quiet, recognise, size_of, uncached
+from whet.swap._replace import Known, Replaced, as_calls, cut, met_in, prove_covered, quiet, recognise, size_of, uncached
 from whet.swap._ways import GRAPH, Way, best_of, mixed, slower_in
 from whet.tune import leader, modes_here, tune
 from whet.worker import Crew, hands_here
@@ -194,6 +194,11 @@ class OptimizeTask:
     def train(self) -> bool:
         return self.works[0].kind == "train"
 
+    def find(self, model: nn.Module, known: Known) -> Replaced:
+        """The parts that can be replaced, proved but for those that are known."""
+        keep_logits = self.keep_logits if self.train else True
+        return recognise(model, self.calls[0], Choices(), keep_logits=keep_logits, known=known, train=self.train)
+
 
 def _optimize(report: Optimized, asked: OptimizeTask, lock: Lock) -> None:
     around = (asked.keep_logits, report.optimizer, report.allow)
@@ -203,8 +208,8 @@ def _optimize(report: Optimized, asked: OptimizeTask, lock: Lock) -> None:
         asked = replace(asked, crew=crew)
         if ahead:
             asked.progress("looking for what can be replaced", 0, 1)
-            begun_work = verifying(report.model, asked, _keep_logits(asked), REACH, lock=lock, modes=decided.modes)
-            asked = replace(asked, ahead=stack.enter_context(begun_work))
+            started = verifying(report.model, asked, lock=lock, modes=decided.modes, reach=REACH)
+            asked = replace(asked, ahead=stack.enter_context(started))
         while not _attempt(report, asked, decided):
             report.groups, report.ways, report.note = [], {}, ""
     report.lock_lines = decided.lines()
@@ -227,17 +232,12 @@ def _attempt(report: Optimized, asked: OptimizeTask, decided: Decisions) -> bool
         return False
 
 
-def _keep_logits(asked: OptimizeTask) -> bool | None:
-    return asked.keep_logits if asked.train else True
-
-
 def _decide(report: Optimized, asked: OptimizeTask, decided: Decisions) -> bool:
     model = report.model
     asked.progress("looking for what can be replaced", 0, 1)
-    find = functools.partial(
-        recognise, model, asked.calls[0], Choices(), keep_logits=_keep_logits(asked), known=decided.verdicts, train=asked.train
+    report.replaced = found = with_memory(
+        asked.ahead, lambda: asked.find(model, decided.verdicts), lambda found: any(OUT_OF_MEMORY in x.why for x in found.left)
     )
-    report.replaced = found = with_memory(asked.ahead, find, lambda found: any(OUT_OF_MEMORY in x.why for x in found.left))
     if not found.sites:
         report.note = "nothing was replaced"
         return True

@@ -27,12 +27,11 @@ from whet.swap._proof import Float64Everywhere, close, copied, plainly_called, r
 CLOSE = 1e-5  # of the size of the result; of several formulas as close as that, the nearest
 SPREAD = 4.0  # the largest gate of the probe: there a SiLU and both GELUs differ
 WIDE = 1024  # features of down's result from which making act(gate) * up again costs under 2% of the MLP's products
-ACTIVATIONS: dict[str, tuple[str, tuple, Callable]] = {  # words: op, options after gate and up, the stock function
-    "SwiGLU": ("swiglu", (), F.silu),
-    "GEGLU": ("geglu", ("none",), F.gelu),
-    "GEGLU by tanh": ("geglu", ("tanh",), lambda x: F.gelu(x, approximate="tanh")),
+ACTIVATIONS: dict[str, tuple[str, tuple, str, Callable]] = {  # op, its options, gated_linear's name for it, the stock function
+    "SwiGLU": ("swiglu", (), "silu", F.silu),
+    "GEGLU": ("geglu", ("none",), "gelu", F.gelu),
+    "GEGLU by tanh": ("geglu", ("tanh",), "gelu_tanh", lambda x: F.gelu(x, approximate="tanh")),
 }
-OF_GATED_LINEAR = {"SwiGLU": "silu", "GEGLU": "gelu", "GEGLU by tanh": "gelu_tanh"}
 
 
 @dataclass(frozen=True)
@@ -72,7 +71,7 @@ def layouts(module: nn.Module) -> Iterator[tuple[str, ...]]:
 def formula(module: nn.Module, form: GatedForm, x: torch.Tensor) -> torch.Tensor:
     *inner, down = (getattr(module, name) for name in form.names)
     gate, up = (inner[0](x), inner[1](x)) if len(inner) == 2 else inner[0](x).chunk(2, -1)
-    return down(ACTIVATIONS[form.activation][2](gate) * up)
+    return down(ACTIVATIONS[form.activation][-1](gate) * up)
 
 
 def apart_by(module: nn.Module, form: GatedForm, x: torch.Tensor) -> float:
@@ -138,8 +137,8 @@ class GatedEnd:
     """What lies between the first products and the last: the activation, and down's product where they are one op."""
 
     def __init__(self, ops: Any, form: GatedForm):
-        op, self.options, _ = ACTIVATIONS[form.activation]
-        self.activation, self.linear, self.word = getattr(ops, op), ops.gated_linear, OF_GATED_LINEAR[form.activation]
+        op, self.options, self.name, _ = ACTIVATIONS[form.activation]
+        self.activation, self.linear = getattr(ops, op), ops.gated_linear
 
     def activated(self, gate: torch.Tensor, up: torch.Tensor | None) -> torch.Tensor:
         return self.activation(gate, up, *self.options)
@@ -147,7 +146,7 @@ class GatedEnd:
     def down(self, down: Any, gate: torch.Tensor, up: torch.Tensor | None, multiplied: Callable) -> torch.Tensor:
         """multiplied(down, h): down's product in its usual form."""
         if kept_less(down):
-            return self.linear(gate, up, down.weight, self.word)
+            return self.linear(gate, up, down.weight, self.name)
         return multiplied(down, self.activated(gate, up))
 
 
