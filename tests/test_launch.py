@@ -270,8 +270,7 @@ def test_inductor_is_handed_kernels_on_a_gpu_and_copies_nothing(traced):
     by_name = {row["name"]: row for row in shown}
     assert by_name["rms_norm"]["kernels"] == ["_rms_norm_kernel", "_rms_norm_bwd_kernel", "_column_sum_kernel"]
     assert by_name["cross_entropy"]["kernels"] == ["_loss_kernel", "_reduce_kernel", "_dlogits_kernel"]
-    opaque = {name: row["opaque"] for name, row in by_name.items() if row["opaque"]}
-    assert opaque == {f"{op} packed": [f"whet.{op}_packed_bwd.default"] for op in ("swiglu", "geglu")}
+    assert not [name for name, row in by_name.items() if row["opaque"]]
 
 
 def test_ops_stay_opaque_on_the_cpu(traced):

@@ -250,3 +250,20 @@ def test_reading_takes_little_more_than_parsing(lock_path):
     lock.save()
     parse = min(timeit.repeat(lambda: json.loads(lock_path.read_bytes()), number=1, repeat=3))
     assert min(timeit.repeat(lambda: Lock.read(lock_path), number=1, repeat=3)) < 6 * parse
+
+
+@pytest.mark.parametrize(
+    ("own_ms", "mode", "chosen"), [(0.495, "graph", "compile"), (0.48, "graph", "triton"), (0.495, "eager", "triton")]
+)
+def test_a_kernel_that_saves_less_than_its_launch_gives_way_to_the_formula_in_compiled_code(own_ms, mode, chosen):
+    lock, made = Lock(None), entry(chosen="triton", mode=mode)
+    made["candidates"] |= {"compile": made["candidates"]["eager"], "triton": made["candidates"]["eager"] | {"ms": own_ms}}
+    lock.calls[key(mode=mode)] = made
+    assert lock.worth_launching({call().key: "triton"}, mode) == {call().key: chosen}
+
+
+def test_a_formula_that_was_not_verified_does_not_take_a_kernels_place_in_compiled_code():
+    lock, made = Lock(None), entry(chosen="triton", mode="graph")
+    made["candidates"]["triton"] = made["candidates"]["eager"] | {"ms": 0.499}
+    lock.calls[key(mode="graph")] = made
+    assert lock.worth_launching({call().key: "triton"}, "graph") == {call().key: "triton"}

@@ -266,7 +266,8 @@ def test_bfloat16_is_tuned_verified_and_timed(small, tuned, monkeypatch):
 def test_a_plan_takes_the_choices_of_the_way_it_runs():
     assert Plan("p", "v3", "tuned").mode == "eager"
     assert Plan("p", "v3", "tuned", graph=True).mode == "graph"
-    assert Plan("p", "v3", "tuned", compiled=True).mode == Plan("p", "v3", "tuned", compiled=True, graph=True).mode == "compile"
+    assert Plan("p", "v3", "tuned", compiled=True).mode == "compile"
+    assert Plan("p", "v3", "tuned", compiled=True, graph=True).mode == "compile + graph"
 
 
 def test_where_an_impl_cannot_be_used_the_next_fastest_verified_one_is():
@@ -289,7 +290,8 @@ class Replay:
         return self.run()
 
 
-def test_every_plan_is_tried_under_a_graph_too_and_a_compiled_one_is_built_once(monkeypatch):
+@pytest.mark.parametrize("alike", [True, False])
+def test_every_plan_is_tried_under_a_graph_too_and_a_compiled_one_is_built_once_for_the_same_choices(monkeypatch, alike):
     built = []
 
     class Counted(PlanRunner):
@@ -301,7 +303,8 @@ def test_every_plan_is_tried_under_a_graph_too_and_a_compiled_one_is_built_once(
     monkeypatch.setattr("whet.workload.Graph", Replay)
     monkeypatch.setattr(torch, "compile", lambda module, **_: module)
     trial = whet.plans.Trial(SUBJECT, "float32", 0.02)
-    trial.graphs, trial.choices = True, {mode: Choices() for mode in ("eager", "graph", "compile")}
+    trial.graphs, trial.choices = True, {mode: Choices() for mode in ("eager", "graph", "compile", "compile + graph")}
+    trial.choices["compile"].table |= {} if alike else {"a call": "compile"}
     todo = SUBJECT.plans()
     trial.prepare_early(todo)
     assert list(trial.ready) == ["torch.compile"]
@@ -316,7 +319,7 @@ def test_every_plan_is_tried_under_a_graph_too_and_a_compiled_one_is_built_once(
     assert {n: built.count(n) for n in built if n != BEFORE} == {
         "eager": 1, "eager + CUDA graph": 1, "eager + choices": 1, "eager + choices + CUDA graph": 1,
         "torch.compile": 1, "torch.compile + choices": 1,
-    }
+    } | ({} if alike else {"torch.compile + choices + CUDA graph": 1})
     assert not trial.ready
 
 

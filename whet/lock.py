@@ -24,6 +24,7 @@ from whet.source import fingerprint
 
 FORMAT = 2
 FEW = 5  # so many bad entries get a line each; more are counted in one line
+LAUNCH_MS = 0.01  # of the host's time, for one kernel that compiled code launches
 NOT_KEPT = "it stays as it is, and what is tuned now is not kept"
 
 
@@ -262,6 +263,20 @@ class Lock:
                     chosen = min(timed, key=lambda n: timed[n], default=None)
                 if chosen:
                     found[key.removesuffix(end)] = chosen
+        return found
+
+    def worth_launching(self, table: dict[str, str], mode: str) -> dict[str, str]:
+        """These choices for compiled code whose kernels the host launches, not a CUDA graph.
+
+        A kernel of whet's own that saves less of the GPU's time than a launch takes of the host's gives way to the formula,
+        which Inductor fuses with what is around it.
+        """
+        found = dict(table)
+        for key, name in table.items() if mode == "graph" else ():
+            timed, ours = self.calls[f"{key} @ {mode}"]["candidates"], discover()[key.split()[0]].impls[base(name)].ours
+            fused, own = timed.get("compile"), timed[name].get("ms")
+            if ours and fused and usable(fused) and own is not None and fused["ms"] - own < LAUNCH_MS:
+                found[key] = "compile"
         return found
 
     def save(self) -> None:

@@ -158,9 +158,11 @@ class Trial:
             self.before.step()
 
     def runner(self, plan: Plan, precision: str | None = None) -> PlanRunner:
+        return PlanRunner(self, plan, self.choices_of(plan), precision or self.precision)
+
+    def choices_of(self, plan: Plan) -> Choices | None:
         fixed = {"eager": Choices(default="eager"), "stock": Choices(), "own": None}
-        choices = fixed[plan.choices] if plan.choices in fixed else self.choices[plan.mode]
-        return PlanRunner(self, plan, choices, precision or self.precision)
+        return fixed[plan.choices] if plan.choices in fixed else self.choices[plan.mode]
 
     def run(self, plan: Plan) -> None:
         """Build and verify the plan; where memory is short, first race those that wait in it, and let them go."""
@@ -172,13 +174,14 @@ class Trial:
             self.heat()
 
     def _run(self, plan: Plan) -> list[PlanResult]:
-        """The plan, and on a GPU the same under a CUDA graph; a compiled model is compiled once for both."""
+        """The plan, and on a GPU the same under a CUDA graph; where both choose alike a model is compiled once for both."""
         result, runner, origin = self.ready.pop(plan.name) if plan.name in self.ready else self.prepare(plan)
         results = [self.finish(result, runner)]
         if self.graphs and not plan.graph:
-            if not plan.compiled:
-                runner = None  # the two modes may choose different impls
             graphed = replace(plan, name=plan.name + " + CUDA graph", graph=True)
+            alike = plan.choices != "tuned" or self.choices[plan.mode].table == self.choices[graphed.mode].table
+            if not (plan.compiled and alike):
+                runner = None
             result, runner, _ = self.prepare(graphed, runner, origin)
             results.append(self.finish(result, runner))
         return results

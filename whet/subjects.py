@@ -37,7 +37,7 @@ class Plan:
     @property
     def mode(self) -> str:
         """Which choices it uses: host overhead counts only where the host launches each op."""
-        return "compile" if self.compiled else "graph" if self.graph else "eager"
+        return " + ".join(["compile"] * self.compiled + ["graph"] * self.graph) or "eager"
 
 
 def compiled(plans: list[Plan]) -> list[Plan]:

@@ -27,7 +27,7 @@ def modes_here() -> tuple[str, ...]:
 
 @dataclass(frozen=True)
 class Tuned:
-    """choices: by mode, and for "compile"; entries: the lock's, by key, of the calls that were asked for."""
+    """choices: by mode, for "compile" and for "compile + graph"; entries: the lock's, by key, of the calls asked for."""
 
     choices: dict[str, Choices]
     entries: dict[str, dict]
@@ -104,8 +104,9 @@ class Tuning:
         self.work.measure_all(seconds)
         tables = {mode: self.lock.table(mode) for mode in self.modes}
         # Liger's functions are not registered with torch.library: torch.compile breaks its graph at them, or fails.
-        tables["compile"] = self.lock.table(self.modes[-1], without=("liger",))
-        measured_in = {mode: self.modes[-1] if mode == "compile" else mode for mode in tables}
+        tables["compile + graph"] = self.lock.table(self.modes[-1], without=("liger",))
+        tables["compile"] = self.lock.worth_launching(tables["compile + graph"], self.modes[-1])
+        measured_in = {mode: mode if mode in self.modes else self.modes[-1] for mode in tables}
         made = {m: (table, evidence_of(self.lock.calls, measured_in[m], table)) for m, table in tables.items()}
         return Tuned(_broadcast(made), _found(self.lock, self.work.calls, self.modes))
 

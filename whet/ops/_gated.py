@@ -104,7 +104,7 @@ def _gated_bwd_kernel(
 ):
     """act(gate) = gate * p:  dgate = dy * up * (p + gate * p');  dup = dy * gate * p;  where AGAIN y = gate * p * up, over dy.
 
-    Fuses   both gradients, p recomputed; dgate and dup may be the halves of one packed row, so nothing is concatenated.
+    Fuses   both gradients, p recomputed; where dup_ptr is None dgate's row is followed by dup's, so nothing is concatenated.
     Moves   dy, gate, up in; dgate, dup out = 5*M*N * itemsize; with y 6.
     Rounds  once, at each store; fp32 inside.
     """
@@ -121,7 +121,10 @@ def _gated_bwd_kernel(
     p, density = _gate_factor(gate, gate_ptr, SILU, TANH)
     act = gate * p
     tl.store(dgate_ptr + m[:, None] * stride_dgm + n[None, :], dy * up * (p + gate * density), mask=inside)
-    tl.store(dup_ptr + m[:, None] * stride_dum + n[None, :], dy * act, mask=inside)
+    if dup_ptr is None:
+        tl.store(dgate_ptr + N + m[:, None] * stride_dgm + n[None, :], dy * act, mask=inside)
+    else:
+        tl.store(dup_ptr + m[:, None] * stride_dum + n[None, :], dy * act, mask=inside)
     if AGAIN:
         tl.store(dy_ptr + m[:, None] * stride_dym + n[None, :], act * up, mask=inside)
 
@@ -151,7 +154,7 @@ def launch(kernel, *tensors, **variant):
     M, N = tensors[0].shape
     BLOCK_M, BLOCK_N = cut(N)
     grid = (cdiv(M, BLOCK_M) * cdiv(N, BLOCK_N),)
-    strides = [t.stride(0) for t in tensors]
+    strides = [0 if t is None else t.stride(0) for t in tensors]
     launcher(kernel)[grid](*tensors, *strides, M, N, BLOCK_M=BLOCK_M, BLOCK_N=BLOCK_N, num_warps=WARPS, **variant)
 
 
@@ -183,7 +186,8 @@ def forward_packed(packed, activation):
 
 
 def backward_packed(dy, packed, activation, again=False):
+    """The gradient of the packed tensor: one output to the kernel, since Inductor would copy each of two views of it first."""
     grad = torch.empty_like(packed, memory_format=torch.contiguous_format)
     if grad.numel():
-        launch(_gated_bwd_kernel, unit_rows(dy), *halves(packed), *halves(grad), **formula(activation), AGAIN=again)
+        launch(_gated_bwd_kernel, unit_rows(dy), *halves(packed), unit_rows(grad), None, **formula(activation), AGAIN=again)
     return grad

@@ -80,7 +80,7 @@ PACKED = Fused(
     lambda dy, packed, approximate: packed.new_empty(packed.shape),
     save=lambda args, results: (args[:1], args[1:]),
     grads_to=(0, None),
-    visible=True,  # its backward writes two halves of one tensor, of each of which Inductor would make a copy first
+    visible=True, bwd_visible=True,
 )
 
 

@@ -55,7 +55,7 @@ PACKED = Fused(
     "(Tensor dy, Tensor packed) -> Tensor", backward_packed, lambda dy, packed: packed.new_empty(packed.shape),
     save=lambda args, results: (args, ()),
     grads_to=(0,),
-    visible=True,  # its backward writes two halves of one tensor, of each of which Inductor would make a copy first
+    visible=True, bwd_visible=True,
 )
 
 
