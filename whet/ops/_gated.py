@@ -122,9 +122,10 @@ def _gated_bwd_kernel(
     act = gate * p
     tl.store(dgate_ptr + m[:, None] * stride_dgm + n[None, :], dy * up * (p + gate * density), mask=inside)
     if dup_ptr is None:
-        tl.store(dgate_ptr + N + m[:, None] * stride_dgm + n[None, :], dy * act, mask=inside)
+        dup_rows = dgate_ptr + N + m[:, None] * stride_dgm
     else:
-        tl.store(dup_ptr + m[:, None] * stride_dum + n[None, :], dy * act, mask=inside)
+        dup_rows = dup_ptr + m[:, None] * stride_dum
+    tl.store(dup_rows + n[None, :], dy * act, mask=inside)
     if AGAIN:
         tl.store(dy_ptr + m[:, None] * stride_dym + n[None, :], act * up, mask=inside)
 
