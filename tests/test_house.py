@@ -17,7 +17,7 @@ ORDER = [
     "diagnose", "subjects", "report", "plans", "trackers", "step_plans", "step", "step_rivals", "callback", "autoselect",
     "exercise", "commands", "__main__",
 ]
-FILE_LINES, FUNCTION_LINES, PACKAGE_LINES = 400, 50, 37600
+FILE_LINES, FUNCTION_LINES, PACKAGE_LINES = 400, 50, 37840
 
 
 def tracked() -> list[Path]:

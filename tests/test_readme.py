@@ -26,7 +26,7 @@ from whet.verify import verify_case
 ROOT = Path(__file__).parent.parent
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", ROOT / "CHANGELOG.md", *sorted((ROOT / "docs").glob("*.md"))]
 README = (ROOT / "README.md").read_text()
-FILES = {  # the record that feeds a table; those of decoding have tests of their own, and checks are made from themselves
+FILES = {  # the record that feeds a table; decoding and families have tests of their own, and checks need none
     "bench": "bench-a", "summary": "bench-a", "machine": "bench-a", "ops": "bench-a", "predictions": "bench-a",
     "plans": "optimize-a", "optimize-run": "optimize-a", "finding": "doctor-a", "proved": "prove-a",
     "mutants": "cpu-mutants-a", "gpu-tests": "gpu-tests", "ways": "step-a",
@@ -138,7 +138,7 @@ def test_a_figure_changed_by_hand_is_noticed_and_put_right(root, capsys):
     assert page.read_text() == right and readme.main(["--root", str(root), "--check"]) == 0
 
 
-@pytest.mark.parametrize("name", [*FILES, "gpu-counts", "decoders"])
+@pytest.mark.parametrize("name", [*FILES, "gpu-counts", "decoders", "families"])
 def test_a_region_without_a_record_makes_no_claim(name, root):
     text = table(root, name)
     assert text.startswith("Not measured yet") and not re.search(r"\d", text)
@@ -164,7 +164,7 @@ def test_a_step_by_every_way_is_a_row_and_whets_best_is_compared_with_the_best_o
 
 
 def test_every_table_is_held_by_a_test():
-    assert set(readme.TABLES) == {*FILES, *decode.TABLES, "checks", "gpu-counts", "decoders"}
+    assert set(readme.TABLES) == {*FILES, *decode.TABLES, "checks", "gpu-counts", "decoders", "families"}
 
 
 def test_bench_rows_show_the_chosen_its_rivals_the_roofline_and_the_reasons(root):

@@ -1,4 +1,4 @@
-"""whet optimize of a Hugging Face folder: its model, a batch of random tokens for it, and the record of what was replaced."""
+"""whet optimize of a Hugging Face folder: its model, a random batch for it, and the record of what was replaced."""
 
 import contextlib
 import inspect
@@ -21,7 +21,10 @@ WEIGHTS = ("model.safetensors", "model.safetensors.index.json")
 
 @dataclass(frozen=True)
 class FolderOptions:
-    """What was asked of a folder on the command line; None: the default."""
+    """What was asked of a folder on the command line; None: the default.
+
+    shorten   tokens beyond the positions that a model has are cut to these; else they are refused
+    """
 
     train: bool | None = None
     batch: int | None = None
@@ -31,6 +34,7 @@ class FolderOptions:
     allow: str = ""
     max_memory: str | None = None
     plans: bool | None = None
+    shorten: bool = False
 
     def given(self) -> list[str]:
         """The options, as they are typed, that differ from their defaults."""
@@ -138,31 +142,34 @@ def label_of(cls: Any) -> str:
 
 def sizes_of(config: Any, options: FolderOptions, device: str) -> tuple[int, int]:
     """(rows, tokens of each): as asked, else the defaults, as far as the model has positions."""
-    longest = getattr(config.get_text_config(), "max_position_embeddings", None)
+    text = config.get_text_config()
+    longest = getattr(text, "max_position_embeddings", None) or getattr(text, "max_target_positions", None)
     tokens = options.tokens or TOKENS[device]
     if longest and tokens > longest:
-        if options.tokens:
+        if options.tokens and not options.shorten:
             raise ValueError(f"optimize: --tokens {tokens} is more than the model's {longest} positions")
-        tokens = 1 << (longest.bit_length() - 1)
+        tokens = longest if options.tokens else 1 << (longest.bit_length() - 1)
     return options.batch or BATCH[device], tokens
 
 
 def batch_of(model: Any, labels: str, train: bool, rows: int, tokens: int, device: str) -> dict:
-    """Random tokens or images, and labels where a step is trained."""
-    config = model.config.get_text_config()
+    """Random tokens, images or sound, and labels where a step is trained."""
+    config, dtype = model.config.get_text_config(), next(model.parameters()).dtype
     if model.main_input_name == "pixel_values" and isinstance(getattr(config, "image_size", None), int):
         made = torch.Generator().manual_seed(0)
         images = torch.randn(rows, config.num_channels, config.image_size, config.image_size, generator=made)
         classes = {"labels": torch.randint(0, config.num_labels, (rows,), generator=made)} if train else {}
-        dtype = next(model.parameters()).dtype
         return {"pixel_values": images.to(device, dtype)} | {k: v.to(device) for k, v in classes.items()}
-    if model.main_input_name != "input_ids" or not getattr(config, "vocab_size", None):
+    frames = 2 * getattr(config, "max_source_positions", 0) if model.main_input_name == "input_features" else 0
+    if model.main_input_name != "input_ids" and not frames or not getattr(config, "vocab_size", None):
         kind = type(model).__name__
         raise ValueError(f"optimize: {kind} takes {model.main_input_name}, not tokens alone; return model and batch from a "
                          "function, and name it: FILE.py:function")
     made = torch.Generator().manual_seed(0)
     ids = torch.randint(0, config.vocab_size, (rows, tokens), generator=made)
     found = {"input_ids": ids}
+    if frames:
+        found = {"input_features": torch.randn(rows, config.num_mel_bins, frames, generator=made).to(dtype)}
     if train:
         shape = (rows,) if labels == "classes" else (rows, tokens)
         found["labels"] = ids if labels == "tokens" else torch.randint(0, config.num_labels, shape, generator=made)
@@ -196,7 +203,9 @@ class FolderModel:
 
     @property
     def size(self) -> str:
-        """'4 x 2,048 random tokens', '128 random images'."""
+        """'4 x 2,048 random tokens', '128 random images', '4 random sounds with 448 tokens'."""
+        if "input_features" in self.batch:
+            return f"{self.rows} random sounds with {self.tokens:,} tokens"
         return f"{self.rows} random images" if self.tokens is None else f"{self.rows} x {self.tokens:,} random tokens"
 
     @property

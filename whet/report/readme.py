@@ -26,7 +26,8 @@ TABLES: dict[str, Callable[[Path], str]] = {
     "finding": front.finding, "ops": lambda root: bench_tables.summary(root, training=True),
     "decoders": lambda root: decode.summary(root, compared=True),
     "checks": clinic_tables.checks, "predictions": clinic_tables.predictions, **decode.TABLES,
-    "ways": step_tables.summary, "proved": proof_tables.proved, "mutants": proof_tables.mutants,
+    "ways": step_tables.summary, "families": step_tables.families,
+    "proved": proof_tables.proved, "mutants": proof_tables.mutants,
 }
 
 

@@ -1,14 +1,16 @@
-"""A training step by every way, as a table. Takes the record of `whet step`: plain dicts."""
+"""A training step by every way, as a table, of one model or of several. Takes the records of `whet step`: plain dicts."""
 
 from pathlib import Path
 
 from rich.console import Console
 
 from whet.figures import ms
+from whet.race import TIE, Ratio, Timing, apart
 from whet.report.markdown import absent, grid, read, source
 from whet.report.table import Column, Table, columns
 
 GIB = 1024
+BEFORE, AFTER = "as it is", "whet.optimize"
 WAYS = (
     Column("way"), *columns("ms", "low", "high", form=ms), Column("vs as it is", "{:.2f}x"), Column("GiB", "{:.1f}"),
     Column("ready in s", "{:.0f}", 2), Column("busy ms", ms, 1), Column("kernels", "{:,}", 2), Column("busy with, ms", rank=3),
@@ -66,3 +68,68 @@ def summary(root: Path) -> str:
         rows.append((f"{m['target']}, {size(m)}", *(cell(by_way.get(n)) for n in names), best))
     head = ("model, batch (ms, memory)", *names, "whet over the best other")
     return f"{grid(head, rows)}\n\n{source(found)}" if rows else absent("step")
+
+
+def failure(m: dict) -> str:
+    """Why one of several models has no times, or none of itself or of whet's ways; empty where these ran.
+
+    A rival that is not installed or does not run is no failure.
+    """
+    ours = [row for row in m.get("ways", ()) if row["way"] == BEFORE or row["way"].startswith("whet")]
+    return m.get("why") or "; ".join(f"{row['way']}: {row['why']}" for row in ours if row.get("why"))
+
+
+def speedup(m: dict) -> Ratio | None:
+    """How many times as long the step as it is takes as the optimised one; None where one of them has no time."""
+    timed = {row["way"]: Timing(**row["timing"]) for row in m.get("ways", ()) if row.get("timing")}
+    return apart(timed[BEFORE], timed[AFTER]) if {BEFORE, AFTER} <= timed.keys() else None
+
+
+def speedup_cell(ratio: Ratio | None) -> str | None:
+    """'1.52x (1.50 to 1.54)': the interval is as wide as both medians may be off."""
+    return None if ratio is None else f"{ratio.value:.2f}x ({ratio.low:.2f} to {ratio.high:.2f})"
+
+
+def models_table(models: list[dict]) -> Table:
+    """One row per model."""
+    names = list(dict.fromkeys(row["way"] for m in models for row in m.get("ways", ())))
+    failed = any(map(failure, models))
+    table = Table("a training step of each model, ms", (
+        Column("model"), Column("batch"), *columns(*names, form=ms), Column(f"{AFTER} vs {BEFORE}", str),
+        *columns(f"GiB {BEFORE}", f"GiB {AFTER}", form="{:.1f}", rank=1), Column("ready in s", "{:.0f}", 2),
+        Column("again with the lock, s", "{:.1f}", 2), *([Column("failed")] if failed else []),
+    ))
+    for m in models:
+        by_way = {row["way"]: row for row in m.get("ways", ())}
+        memory = [by_way.get(way, {}).get("memory_mib") for way in (BEFORE, AFTER)]
+        after = by_way.get(AFTER, {})
+        table.add(
+            m["target"], size(m) if "batch" in m else None, *((by_way.get(n, {}).get("timing") or {}).get("ms") for n in names),
+            speedup_cell(speedup(m)), *(None if mib is None else mib / GIB for mib in memory), after.get("ready_s"),
+            after.get("again_s"), *([failure(m)] if failed else []),
+        )
+    return table
+
+
+def slower_line(models: list[dict]) -> str:
+    """In how many models whet.optimize is slower by more than a tie; empty where none has both times."""
+    found, failed = [r for r in map(speedup, models) if r], sum(bool(failure(m)) for m in models)
+    slower = sum(1 / ratio.value > 1 + TIE for ratio in found)
+    words = [f"{AFTER} is slower than the model {BEFORE} in {slower} of {len(found)}"] * bool(found)
+    return "; ".join(words + [f"{failed} failed"] * bool(failed))
+
+
+def show_models(console: Console, models: list[dict]) -> None:
+    console.print(models_table(models))
+    if line := slower_line(models):
+        console.print(line)
+
+
+def families(root: Path) -> str:
+    """The models of each run of several, a row each: a Markdown table. Of several runs of one model the newest counts."""
+    found = read(root, "steps")
+    models = list({(m["target"], *m.get("batch", ())): m for r in found.values() for m in r["measured"]["models"]}.values())
+    if not models:
+        return absent("steps")
+    line = slower_line(models)
+    return "\n\n".join((models_table(models).to_markdown(), *([f"{line}."] if line else []), source(found)))
