@@ -16,7 +16,7 @@ import torch
 
 from whet import machine
 from whet.lock import Lock
-from whet.op import DTYPES, Call, discover
+from whet.op import DTYPES, Call, Op, discover
 from whet.tune import modes_here, tune
 
 MANUAL = {  # batch, length, width
@@ -59,9 +59,14 @@ def _benchmark(what: str, call: Call, mode: str | None, lock: Lock | None) -> di
     # Every option spelled out, as a recorded call has them: what is saved in a lock is then found by impl="auto".
     call = replace(call, case=op.case_of(**op.inputs(dtype=DTYPES[call.dtype], device="meta", **call.case)))
     (entry,) = tune([(call, 1)], lock, modes=(mode,), bucket=False).entries.values()
+    return result_of(what, op, mode, entry)
+
+
+def result_of(what: str, op: Op, mode: str, entry: dict) -> dict:
+    """What a lock's entry says of PyTorch and Triton, as the benchmarks return it; `what` is the op's name in print."""
     candidates: dict[str, dict] = entry["candidates"]
     stock = {n: c["ms"] for n, c in candidates.items() if n in ("eager", "torch") and "ms" in c}
-    kernel = candidates[entry["chosen"] if op.ours(entry["chosen"]) else "triton"]
+    kernel = candidates.get(entry["chosen"] if op.ours(entry["chosen"]) else "triton", {"ok": False, "why": "there is none"})
     pytorch, triton = min(stock.values(), default=None), kernel.get("ms")
     if triton is None:
         reason = kernel["why"] or "kernels are only interpreted on this machine, never timed"
@@ -121,7 +126,7 @@ def auto_select_kernels(config: Any) -> Any:
             result = benchmark_rms_norm(**common, d_model=config.d_model)
         else:
             result = benchmark_rotary(**common, n_heads=config.n_heads, d_head=config.d_model // config.n_heads)
-        _say(result)
+        print("\n".join(lines_of(result)))
         setattr(config, flag, result["use_triton"])
     print("Kernel selection: " + _summary(config))
     _log_to_wandb(config)
@@ -137,17 +142,19 @@ def _check(config: Any, wanted: list[str]) -> None:
             raise ValueError(f"d_model must split into n_heads={config.n_heads} heads of even width, got {config.d_model}")
 
 
-def _say(r: dict) -> None:
+def lines_of(r: dict) -> list[str]:
+    """A result as it is printed before training: both times, the speed-up, and what is used."""
     def shown(value: float | None) -> str:
         return "not timed" if value is None else f"{value:.3f} ms"
 
-    print(f"  {r['op']} ({r['mode']}, forward + backward)")
-    print(f"    PyTorch: {shown(r['pytorch_ms'])}")
-    print(f"    Triton:  {shown(r['triton_ms'])}{'' if r['triton_ms'] else ' (' + r['reason'] + ')'}")
-    if r["speedup"]:
-        print(f"    Speedup: {r['speedup']:.2f}x")
     taken = shown(r["candidates"][r["chosen"]]["ms"])
-    print(f"    Using:   {'Triton' if r['use_triton'] else 'PyTorch (' + r['chosen'] + ')'}, {taken}")
+    return [
+        f"  {r['op']} ({r['mode']}, forward + backward)",
+        f"    PyTorch: {shown(r['pytorch_ms'])}",
+        f"    Triton:  {shown(r['triton_ms'])}{'' if r['triton_ms'] else ' (' + r['reason'] + ')'}",
+        *([f"    Speedup: {r['speedup']:.2f}x"] if r["speedup"] else []),
+        f"    Using:   {'Triton' if r['use_triton'] else 'PyTorch (' + r['chosen'] + ')'}, {taken}",
+    ]
 
 
 def _summary(config: Any) -> str:
@@ -170,6 +177,5 @@ def manual_kernel_benchmark() -> dict[str, dict]:
         results[f"rms_norm {batch}x{seq}x{width}"] = benchmark_rms_norm(batch, seq, width)
         results[f"rotary {batch}x{seq}x8x{width // 8}"] = benchmark_rotary(batch, seq, 8, width // 8)
     for size, result in results.items():
-        print(size)
-        _say(result)
+        print("\n".join([size, *lines_of(result)]))
     return results

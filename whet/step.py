@@ -11,7 +11,7 @@ from torch.utils._pytree import tree_flatten, tree_map_only
 
 from whet.diagnose.target import as_inputs
 from whet.figures import error_line
-from whet.step_plans import AS_IT_IS, CapturedLoop, LoopWork, LossOf, as_graph, choose, outside_because
+from whet.step_plans import AS_IT_IS, CapturedLoop, LoopWork, LossOf, as_graph, ask_by_plan, choose, outside_because
 from whet.subjects import Plan, compiled_forward
 from whet.swap._state import as_before
 from whet.trackers import log_choices
@@ -60,13 +60,13 @@ class CompiledStep:
 
     def __init__(
         self, model: nn.Module, optimizer: torch.optim.Optimizer, loss: Callable | None, clip: float | None,
-        precision: str | None, seconds: float, log_to: Any, compiled: bool = True,
+        precision: str | None, seconds: float, log_to: Any, compiled: bool = True, plans: bool = True,
     ):
         if isinstance(model, torch._dynamo.OptimizedModule):
             model = model._orig_mod
         self.model: nn.Module = model if loss is None else LossOf(model, loss)
         self.optimizer, self.clip, self.precision = optimizer, clip, precision
-        self.seconds, self.log_to, self.compiled = seconds, log_to, compiled
+        self.seconds, self.log_to, self.compiled, self.plans = seconds, log_to, compiled, plans
         self.reset()
         self.updates, self.pending = 0, False
 
@@ -125,11 +125,14 @@ class CompiledStep:
             self.others += 1
             return ServedShape("", AS_IT_IS, "", work, reports)
         strange = next((x for x in tree_flatten((args, kwargs))[0] if not isinstance(x, (torch.Tensor, *PLAIN))), None)
-        if strange is not None:
+        if not self.plans:
+            plan, why, figures = AS_IT_IS, "no other plan was asked for", dict[str, float]()
+        elif strange is not None:
             plan, why, figures = AS_IT_IS, f"the batch holds a {type(strange).__name__}, whose tensors are not seen", {}
         else:
             chosen = choose(work, self.seconds, self.compiled)
             plan, why, figures = chosen.plan, chosen.why, chosen.figures
+        ask_by_plan(self.model, plan)
         if plan.compiled:
             work.run = compiled_forward(self.model)
         if plan.graph and (outside := outside_because(self.optimizer)):
@@ -214,7 +217,7 @@ def described(args: tuple, kwargs: dict) -> str:
 
 def compile_step(
     model: nn.Module, optimizer: torch.optim.Optimizer, loss: Callable | None = None, clip: float | None = None,
-    precision: str | None = None, *, seconds: float = 0.3, log_to: Any = None, compiled: bool = True,
+    precision: str | None = None, *, seconds: float = 0.3, log_to: Any = None, compiled: bool = True, plans: bool = True,
 ) -> CompiledStep:
     """A training step that runs by the best plan: `loss = step(batch)` is forward, backward, clip and optimizer.
 
@@ -223,6 +226,7 @@ def compile_step(
     precision  "float32", "tf32" or "bfloat16" (autocast); None: whatever the process is set to
     seconds    time to race each plan, once for each shape of batch
     compiled   False: torch.compile is not tried, which takes a minute or more of a large model
+    plans      False: none is tried, and the step runs as it is
     log_to     a TensorBoard SummaryWriter for the choices; None: the active W&B run, else one line on stdout
     At the first batch of a shape, plans are verified and raced on copies: the step as it is, torch.compile, and on a GPU
     the CUDA graph of each. `step(batch, update=False)` accumulates gradients; `print(step.report)` shows what serves what.
@@ -235,4 +239,4 @@ def compile_step(
         raise ValueError(f"compile_step: precision must be one of {PRECISIONS} or None, got {precision!r}")
     if clip is not None and not clip > 0:
         raise ValueError(f"compile_step: clip must be a norm above 0 or None, got {clip!r}")
-    return CompiledStep(model, optimizer, loss, clip, precision, seconds, log_to, compiled)
+    return CompiledStep(model, optimizer, loss, clip, precision, seconds, log_to, compiled, plans)

@@ -26,7 +26,7 @@ from whet.swap import _memory as memory
 from whet.swap._optimize import Optimized
 from whet.swap._proof import Float64Everywhere
 from whet.swap._replace import quiet
-from whet.workload import Workload, quick_collections
+from whet.workload import Workload, asks, quick_collections
 
 AS_IT_IS = Plan("as it is", "", "own")
 
@@ -182,6 +182,13 @@ def as_graph(model: nn.Module, graph: bool = True) -> Iterator[None]:
         yield
 
 
+def ask_by_plan(model: nn.Module, plan: Plan) -> None:
+    """From now on a model that asks `ops`, and has `choices_by_mode`, asks those that were tuned for how the plan runs."""
+    for module in asks(model):
+        if by_mode := module.__dict__.get("choices_by_mode"):
+            module.ops = by_mode.get(plan.mode, module.ops)
+
+
 def checkpointed(work: Workload) -> None:
     """From now on the blocks of this workload's model keep no activations."""
     for _, block in memory.blocks_of(work.model, Met(work.args, work.kwargs)):
@@ -220,6 +227,7 @@ class Loop(Given):
     def workload(self, plan: Plan, choices: Any, precision: str) -> Workload:
         with as_graph(self.target.model, plan.graph):
             work = self._copy()
+        ask_by_plan(work.model, plan)
         if plan.compiled:
             work.run = compiled_forward(work.model)
         return work

@@ -3,7 +3,7 @@
 Three variants compute the same function from the same parameters:
   v1  separate projections, attention materialised, every op its plain formula
   v2  fused QKV projection and SDPA, stock calls
-  v3  fused QKV and gate/up projections, SDPA, every other op through `ops`: chosen kernels
+  v3  fused QKV and gate/up projections, every op through `ops`: chosen kernels
 
 python -m whet.models.tiny_llama --batch-size 8 --seq-len 128 --num-steps 20
 """
@@ -99,8 +99,10 @@ class TinyLlamaBlock(nn.Module):
         q, k = ops.rope(q, k, cos, sin)
         if self.variant == "v1":
             out = attention(q, k, v)
-        else:
+        elif self.variant == "v2":
             out = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=c.heads != c.kv_heads)
+        else:
+            out = ops.attention(q, k, v, causal=True)
         return self.o(out.transpose(1, 2).reshape(B, S, c.hidden))
 
     def mlp(self, y, ops):

@@ -1,0 +1,90 @@
+"""whet train"""
+
+import json
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from whet.commands._console import Json, console, plain_errors, progress_bar
+
+if TYPE_CHECKING:
+    from whet.train.loop import TrainOutcome
+
+Name = Annotated[str, typer.Argument(metavar="RECIPE", help="A name, gpt2-d12, or a TOML file; without one they are listed.")]
+Settings = Annotated[list[str] | None, typer.Option(
+    "--set", metavar="PART.KEY=VALUE", help="A value of the recipe, train.batch_size=4; repeatable (default: the recipe's).",
+)]
+Resume = Annotated[bool, typer.Option("--resume", help="Go on from the newest good checkpoint of --run (default off).")]
+
+
+def command(
+    recipe: Name = "",
+    settings: Settings = None,
+    run: Annotated[str, typer.Option(metavar="NAME", help="The run's folder below --runs (default: recipe and time).")] = "",
+    runs: Annotated[str, typer.Option(metavar="DIR", help="Folder of all runs.")] = "runs",
+    resume: Resume = False,
+    tune: Annotated[bool | None, typer.Option(help="Choose kernels before step 0 (default: where there is a GPU).")] = None,
+    retune_every: Annotated[int, typer.Option(min=0, help="Time the choices again every so many steps, 0: never.")] = 0,
+    lock: Annotated[str | None, typer.Option(metavar="FILE", help="The lock (default $WHET_LOCK, else whet.lock).")] = None,
+    page: Annotated[bool, typer.Option(help="Write page.html into the run's folder at the end.")] = True,
+    as_json: Json = False,
+):
+    """Train a model by a recipe: kernels chosen first, the step by its best plan, checkpoints, a log of every step.
+
+    Without data it trains on the sources of Python's standard library. Without a GPU it takes the sizes of the recipe's table
+    [cpu]. Several processes: torchrun --standalone --nproc_per_node=2 -m whet train gpt2-d12 --set dist.mode=ddp
+
+    Example: whet train gpt2-d12 --set train.steps=2 --set train.batch_size=2 --set train.seq_len=32
+    """
+    with plain_errors("the checkpoints that are there stay; go on with --resume"):
+        given = settings_of(recipe, settings, tune, retune_every)
+        if resume and not run:
+            raise ValueError("train: --resume needs --run NAME, the run to go on with")
+        outcome = trained(recipe, given, (runs, run), resume, lock, as_json)
+        if page:
+            from whet.train.runs import write_page
+
+            write_page(outcome.folder)
+    if as_json:
+        typer.echo(json.dumps({k: str(v) if k == "folder" else v for k, v in vars(outcome).items()}, indent=1))
+    else:
+        console.print(f"{outcome.step} steps, {outcome.tokens:,} tokens in {outcome.seconds:.0f} s; run: {outcome.folder}")
+
+
+def settings_of(recipe: str, settings: list[str] | None, tune: bool | None, retune_every: int) -> dict:
+    """What the command line sets of the recipe, by full names."""
+    from whet.train.recipe import names, parse_setting
+
+    if not recipe:
+        raise ValueError(f"train: name a recipe; there are {', '.join(names())}")
+    given = dict(parse_setting(text) for text in settings or ())
+    given |= {} if tune is None else {"kernels.tune": tune}
+    return given | ({"kernels.retune_every": retune_every} if retune_every else {})
+
+
+def trained(recipe: str, given: dict, where: tuple[str, str], resume: bool, lock: str | None, as_json: bool) -> "TrainOutcome":
+    """where: the folder of all runs, and this one's name or nothing."""
+    from pathlib import Path
+
+    from whet.lock import Lock, lock_path
+    from whet.machine import this_machine
+    from whet.train.loop import train
+    from whet.train.recipe import read
+
+    device = this_machine().device
+    found = read(recipe, given, device)
+    say = (lambda text: None) if as_json else console.print
+    if device == "cpu":
+        t, m = found.train, found.model
+        size = f"{m.size or m.name}, {t.steps} steps of {t.batch_size} x {t.seq_len} tokens"
+        say(f"no GPU here, so by the recipe's table [cpu]: {size}")
+    folder = Path(where[0]) / (where[1] or f"{found.name}-{stamp()}")
+    with progress_bar(not as_json) as progress:
+        return train(found, folder, resume, Lock.read(lock_path(lock)), say, progress)
+
+
+def stamp() -> str:
+    """The time of day as a folder's name has it: no clock that measures anything."""
+    import datetime
+
+    return datetime.datetime.now().strftime("%Y%m%d-%H%M%S")

@@ -1,0 +1,1 @@
+"""Training: data, schedules, optimizers, checkpoints, and the loop that uses them."""

@@ -1,0 +1,121 @@
+"""What a recipe makes: the model, its batches, and the sizes by which a step is counted."""
+
+from collections.abc import Callable
+from dataclasses import dataclass, fields, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from whet.choices import Choices
+from whet.figures import error_line
+from whet.models import find
+from whet.swap import Journal, Met
+from whet.swap import _memory as memory
+from whet.train.recipe import TrainRecipe, nearest
+
+Batch = dict[str, torch.Tensor]
+
+
+@dataclass
+class TrainedModel:
+    """A model that returns its loss.
+
+    inputs   makes what its forward takes of a loader's tokens and labels
+    vocab    ids that it knows
+    facts    its configuration, for run.json and for sampling
+    """
+
+    model: nn.Module
+    inputs: Callable[[Batch], Batch]
+    vocab: int
+    facts: dict[str, Any]
+
+    @property
+    def parameters(self) -> int:
+        return sum(p.numel() for p in self.model.parameters())
+
+    def flops_per_token(self, seq_len: int) -> float:
+        """Of forward and backward: six for each weight of a product, and attention's two products over the whole square."""
+        layers = [m.weight for m in self.model.modules() if isinstance(m, nn.Linear)]
+        tables = [m.weight for m in self.model.modules() if isinstance(m, nn.Embedding)]
+        tied = [w for w in tables if self.facts.get("tied") and w.shape[0] >= self.vocab]
+        weights = sum(w.numel() for w in {id(w): w for w in layers + tied}.values())
+        return 6.0 * weights + 12.0 * self.facts.get("layers", 0) * self.facts.get("width", 0) * seq_len
+
+
+def config_of(recipe: TrainRecipe, vocab: int | None) -> tuple[Any, Any]:
+    """(the model of whet/models, its configuration with the recipe's changes); vocab: that of the data, where none is set."""
+    part = recipe.model
+    model, size = find(f"{part.name}:{part.size}" if part.size else part.name)
+    config, changes = model.sizes[size], dict(part.changes)
+    known = {f.name: f for f in fields(config)}
+    if unknown := [k for k in changes if k not in known]:
+        raise ValueError(f"recipe: model {part.name} has no {unknown[0]!r}; {nearest(unknown[0], known)}")
+    if vocab is not None and "vocab" in known:
+        changes.setdefault("vocab", vocab)
+    longest = changes.get("max_positions", getattr(config, "max_positions", None))
+    if longest is not None and recipe.train.seq_len > longest:
+        if "max_positions" in changes:
+            raise ValueError(f"recipe: train.seq_len {recipe.train.seq_len} is more than model.max_positions {longest}")
+        changes["max_positions"] = recipe.train.seq_len
+    return model, replace(config, **changes)
+
+
+def built(recipe: TrainRecipe, device: str, vocab: int | None = None) -> TrainedModel:
+    """The recipe's model with its first weights, on the device, in the precision it is trained in."""
+    made = from_folder(recipe) if recipe.model.path else of_whet(recipe, vocab)
+    dtype = torch.bfloat16 if recipe.train.precision == "bfloat16-weights" else torch.float32
+    made.model = made.model.to(device=device, dtype=dtype).train()
+    return made
+
+
+def of_whet(recipe: TrainRecipe, vocab: int | None) -> TrainedModel:
+    model, config = config_of(recipe, vocab)
+    module = model.build(config, model.tuned, Choices(), seed=recipe.train.seed)
+    facts = {f.name: getattr(config, f.name) for f in fields(config)}
+    facts |= {"width": facts.get("width", facts.get("hidden"))}
+    return TrainedModel(module, lambda batch: batch, config.vocab, facts)
+
+
+def from_folder(recipe: TrainRecipe) -> TrainedModel:
+    """A Hugging Face folder's causal language model, which shifts its labels itself."""
+    folder = Path(recipe.model.path).expanduser()
+    if not (folder / "config.json").is_file():
+        raise ValueError(f"recipe: model.path: {folder} has no config.json: it is no Hugging Face folder")
+    try:
+        from transformers import AutoConfig, AutoModelForCausalLM
+    except ImportError:
+        raise ValueError("recipe: model.path needs Transformers, which is not installed: pip install transformers") from None
+    torch.manual_seed(recipe.train.seed)
+    try:
+        config = AutoConfig.from_pretrained(str(folder), local_files_only=True, trust_remote_code=False)
+        weights = any(folder.glob("*.safetensors"))
+        model = (
+            AutoModelForCausalLM.from_pretrained(str(folder), local_files_only=True, dtype=torch.float32) if weights
+            else AutoModelForCausalLM.from_config(config)
+        )
+    except Exception as e:
+        raise ValueError(f"recipe: model.path: {folder}: {error_line(e)}") from None
+    text = config.get_text_config()
+    facts = {"path": str(folder), "layers": text.num_hidden_layers, "width": text.hidden_size, "vocab": text.vocab_size}
+
+    def inputs(batch: Batch) -> Batch:
+        """Labels not shifted, and use_cache off: a cache has no use in training."""
+        whole = torch.cat([batch["tokens"], batch["labels"][:, -1:]], 1)
+        return dict(input_ids=whole, labels=whole)
+
+    return TrainedModel(model, inputs, text.vocab_size, facts)
+
+
+def checkpoint_blocks(model: nn.Module, batch: Batch, count: int) -> int:
+    """So many of the model's repeated blocks, -1 for all, keep no activations from now on; how many do so."""
+    if not count:
+        return 0
+    blocks = memory.blocks_of(model, Met((), batch))
+    if count > len(blocks):
+        raise ValueError(f"recipe: train.checkpointed_blocks is {count}, and the model has {len(blocks)} repeated blocks")
+    for _, block in blocks if count < 0 else blocks[:count]:
+        Journal().make(memory.edits(block, Choices()))
+    return len(blocks) if count < 0 else count

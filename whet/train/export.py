@@ -1,0 +1,129 @@
+"""A run's weights used: text sampled from a checkpoint, and a Hugging Face folder made of it."""
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import save_file
+
+from whet.models import gpt2
+from whet.train import checkpoint
+from whet.train.build import TrainedModel, built
+from whet.train.data import Shards
+from whet.train.log import RUN
+from whet.train.optim import Ema
+from whet.train.recipe import TrainRecipe, made
+from whet.train.tokenize import BPETokenizer, Tokenizer
+
+
+@dataclass
+class LoadedRun:
+    """A run's model with the weights of one of its checkpoints, averaged ones where the run kept them."""
+
+    recipe: TrainRecipe
+    trained: TrainedModel
+    path: Path
+    step: int
+
+
+def recipe_of(folder: Path) -> TrainRecipe:
+    """The recipe that a run was trained by, as its run.json has it."""
+    try:
+        facts = json.loads((folder / RUN).read_text())
+        given = dict(facts["recipe"])
+    except (OSError, ValueError, KeyError, TypeError):
+        raise ValueError(f"{folder} is no run: it has no {RUN} that `whet train` wrote") from None
+    name, flat = given.pop("name", ""), dict[str, Any]()
+    for part, values in given.items():
+        changes = values.pop("changes", {}) if part == "model" else {}
+        flat |= {f"{part}.{k}": v for k, v in (values | changes).items()}
+    return made(flat, name)
+
+
+def load_run(folder: Path, at: str = "") -> LoadedRun:
+    """The run at its newest good checkpoint, or at the one that is named: step-00000100."""
+    recipe = recipe_of(folder)
+    path = folder / "checkpoints" / at if at else checkpoint.newest(folder / "checkpoints")
+    if path is None:
+        raise ValueError(f"{folder} has no checkpoint that is complete")
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    meta = Shards(recipe.data.path or None, recipe.data.val).meta or {}
+    trained = built(recipe, device, meta.get("vocab"))
+    averaged = Ema(trained.model, recipe.train.ema) if recipe.train.ema else None
+    state = checkpoint.load(path, trained.model, None, averaged)
+    if averaged is not None:
+        averaged.swapped().__enter__()
+    trained.model.eval()
+    return LoadedRun(recipe, trained, path, state["step"])
+
+
+def tokenizer_of(recipe: TrainRecipe, name: str = "") -> Tokenizer:
+    """The tokenizer of the run's data."""
+    return Shards(recipe.data.path or None, recipe.data.val).tokenizer(name or None)
+
+
+@torch.no_grad()
+def sample(
+    run: LoadedRun, text: str, tokens: int, temperature: float, top_k: int | None, seed: int, tokenizer: str = ""
+) -> str:
+    """The text and what the model writes after it."""
+    words, model = tokenizer_of(run.recipe, tokenizer), run.trained.model
+    ids = words.encode(text).astype("int64").tolist() or [words.eos]
+    start = torch.tensor([ids], device=next(model.parameters()).device)
+    if isinstance(model, gpt2.GPT2):
+        found = gpt2.generate(model, start, tokens, temperature, top_k, seed)
+    elif run.recipe.model.path:
+        torch.manual_seed(seed)
+        chance: dict[str, Any] = dict(do_sample=bool(temperature))
+        chance |= dict(temperature=temperature, top_k=top_k) if temperature else {}
+        found = model.generate(start, max_new_tokens=tokens, **chance)  # type: ignore[operator]
+    else:
+        raise ValueError(f"sample: {run.recipe.model.name} gives a loss and no logits; gpt2's sizes can be sampled")
+    new = found[0].tolist()
+    end = new.index(words.eos, len(ids)) if words.eos in new[len(ids) :] else len(new)
+    return words.decode(new[:end])
+
+
+def export(run: LoadedRun, out: Path, tokenizer: str = "") -> dict:
+    """A Hugging Face folder: config.json, model.safetensors, tokenizer.json where it can be made; what was written."""
+    if out.exists() and (not out.is_dir() or any(out.iterdir())):
+        raise ValueError(f"export: {out} is there already and not an empty folder; name another")
+    model = run.trained.model
+    if run.recipe.model.path:
+        model.save_pretrained(str(out))  # type: ignore[operator]
+        return {"architecture": type(model).__name__, "step": run.step, "folder": str(out)}
+    if not isinstance(model, gpt2.GPT2):
+        raise ValueError(f"export: whet writes no architecture of Transformers for {run.recipe.model.name}; it does for gpt2")
+    config, state = gpt2.to_hf(model.c, dict(model.named_parameters()))
+    words = tokenizer_of(run.recipe, tokenizer)
+    config |= {"eos_token_id": words.eos, "bos_token_id": words.eos, "dtype": str(next(model.parameters()).dtype)[6:]}
+    out.mkdir(parents=True, exist_ok=True)
+    save_file({k: t.cpu() for k, t in state.items()}, str(out / "model.safetensors"), metadata={"format": "pt"})
+    as_tokenizers(words).save(str(out / "tokenizer.json"))
+    (out / "tokenizer_config.json").write_text(json.dumps(
+        {"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": END, "bos_token": END}, indent=1) + "\n")
+    (out / "config.json").write_text(json.dumps(config, indent=1) + "\n")
+    return {"architecture": config["architectures"][0], "step": run.step, "folder": str(out)}
+
+
+END = "<|endoftext|>"
+
+
+def as_tokenizers(words: Tokenizer) -> Any:
+    """The same tokenizer as an object of the package `tokenizers`: of bytes, BPE without a merge."""
+    if isinstance(words, BPETokenizer):
+        return words.tokenizer
+    from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
+
+    plain = [b for part in (range(33, 127), range(161, 173), range(174, 256)) for b in part]
+    others = [b for b in range(256) if b not in plain]
+    letters = {b: chr(b) for b in plain} | {b: chr(256 + i) for i, b in enumerate(others)}  # as ByteLevel writes bytes
+    made_of = Tokenizer(models.BPE({letters[b]: b for b in range(256)}, []))
+    made_of.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    made_of.decoder = decoders.ByteLevel()
+    made_of.add_special_tokens([AddedToken(END, special=True)])
+    return made_of
+
+

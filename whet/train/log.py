@@ -1,0 +1,120 @@
+"""What a run leaves behind as it goes: run.json, log.jsonl, a tracker's curves, and a line for whoever watches."""
+
+import contextlib
+import json
+import math
+import os
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from whet.figures import error_line
+from whet.trackers import log_choices
+
+RUN, LOG = "run.json", "log.jsonl"
+
+
+def read_log(path: Path) -> list[dict]:
+    """The lines of a log; a last one that was cut short by a kill is left out."""
+    found = []
+    with contextlib.suppress(FileNotFoundError):
+        for line in path.read_text().splitlines():
+            with contextlib.suppress(json.JSONDecodeError):
+                found.append(json.loads(line))
+    return found
+
+
+class RunLog:
+    """The log of a run. Only rank 0 writes; the others' is silent.
+
+    say   prints a line
+    """
+
+    def __init__(self, folder: Path, writes: bool, say: Callable[[str], None]):
+        self.folder, self.writes, self.say = folder, writes, say if writes else lambda text: None
+        self.path = folder / LOG
+        self.tensorboard: Any = None
+        self.wandb: Any = None
+
+    def start(self, facts: dict, tensorboard: bool, wandb: str) -> None:
+        """run.json, and the trackers that were asked for; one that cannot be had is an error before any step."""
+        if not self.writes:
+            return
+        self.folder.mkdir(parents=True, exist_ok=True)
+        made = self.folder / f".{RUN}.tmp"
+        made.write_text(json.dumps(facts, indent=1) + "\n")
+        os.replace(made, self.folder / RUN)
+        if tensorboard:
+            try:
+                from torch.utils.tensorboard import SummaryWriter
+            except ImportError:
+                raise ValueError("train: run.tensorboard needs the package tensorboard: pip install tensorboard") from None
+            self.tensorboard = SummaryWriter(str(self.folder / "tensorboard"))
+        if wandb:
+            try:
+                import wandb as package
+            except ImportError:
+                raise ValueError("train: run.wandb needs the package wandb: pip install wandb") from None
+            where: Any = dict(name=self.folder.name, dir=str(self.folder), mode=wandb)
+            self.wandb = package.init(project="whet", config=facts["recipe"], **where)
+
+    def cut_back(self, step: int) -> None:
+        """Forget what was logged after this step: a resumed run goes on from there."""
+        if self.writes and self.path.exists():
+            kept = [line for line in read_log(self.path) if line.get("step", 0) <= step]
+            made = self.folder / f".{LOG}.tmp"
+            made.write_text("".join(json.dumps(line) + "\n" for line in kept))
+            os.replace(made, self.path)
+
+    def write(self, **line: Any) -> None:
+        """One line; figures also go to the trackers. A number that is not finite is written as text: JSON has none."""
+        if not self.writes:
+            return
+        plain = {k: repr(v) if isinstance(v, float) and not math.isfinite(v) else v for k, v in line.items()}
+        try:
+            with open(self.path, "a") as f:
+                f.write(json.dumps(plain) + "\n")
+        except OSError as e:
+            why = f"{self.path} cannot be written: {e.strerror or e}; earlier checkpoints are intact"
+            raise ValueError(f"train: {why}") from None
+        self._track(line)
+
+    def _track(self, line: dict) -> None:
+        step, kind = line.get("step", 0), line["kind"]
+        figures = {f"{kind}/{k}": v for k, v in line.items() if isinstance(v, (int, float)) and k not in ("step",)}
+        try:
+            if self.tensorboard is not None:
+                for name, value in figures.items():
+                    self.tensorboard.add_scalar(name, value, step)
+            if self.wandb is not None and figures:
+                self.wandb.log(figures, step=step)
+        except Exception as e:  # a tracker that fails costs its curve, never the run
+            print(f"whet: the tracker took no more: {error_line(e)}", file=sys.stderr)
+            self.tensorboard = self.wandb = None
+
+    def event(self, step: int, what: str, text: str) -> None:
+        self.write(kind="event", step=step, what=what, text=text)
+        self.say(text)
+
+    def choices(self, text: str, figures: dict[str, float]) -> None:
+        """The kernel choices, into the run summary of whatever tracker is open."""
+        if self.writes and (self.tensorboard is not None or self.wandb is not None):
+            log_choices("kernels", text, figures, self.tensorboard)
+
+    def close(self) -> None:
+        if self.tensorboard is not None:
+            self.tensorboard.close()
+        if self.wandb is not None:
+            self.wandb.finish()
+
+
+def step_line(at: dict) -> str:
+    """'step 120/1000  loss 3.412  1,234 tok/s  41% MFU  5.1 GiB  4:10 left'."""
+    parts = [f"step {at['step']}/{at['steps']}", f"loss {at['loss']:.4f}", f"lr {at['lr']:.2e}", f"{at['tok_s']:,.0f} tok/s"]
+    if at.get("mfu") is not None:
+        parts.append(f"{100 * at['mfu']:.0f}% MFU")
+    if at.get("memory_mib") is not None:
+        parts.append(f"{at['memory_mib'] / 1024:.1f} GiB")
+    left = round(at["left_s"])
+    return "  ".join([*parts, f"{left // 3600}:{left // 60 % 60:02d}:{left % 60:02d} left"])

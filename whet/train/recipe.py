@@ -1,0 +1,260 @@
+"""A training run as a TOML file: model, optimizer, data, kernels. Every value can be set; a key that is not known is refused.
+
+    recipe = read("gpt2-d12", {"train.batch_size": 4}, device="cpu")     # a name under recipes/, or a path
+    recipe.train.batch_size, recipe.to_dict()
+
+A recipe may begin with base = "gpt2-d12": it is that one, but for what it sets itself. The table [cpu] holds what is different
+where there is no GPU, by full names: "train.steps" = 200.
+"""
+
+import difflib
+from collections.abc import Iterable, Mapping
+from dataclasses import asdict, dataclass, field, fields, replace
+from pathlib import Path
+from typing import Any
+
+from whet.train.optim import OptimOptions
+from whet.train.schedule import Schedule
+
+FOLDER = Path(__file__).parent.parent.parent / "recipes"
+PRECISIONS = ("float32", "tf32", "bfloat16", "bfloat16-weights")
+PLANS = ("auto", "as it is")
+DIST = ("", "ddp", "fsdp")
+WANDB = ("", "online", "offline")
+
+
+@dataclass(frozen=True)
+class ModelPart:
+    """name and size as in whet/models, with changes to the size's fields; or path, a Hugging Face folder to fine-tune."""
+
+    name: str = "gpt2"
+    size: str = ""
+    path: str = ""
+    changes: Mapping[str, Any] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class TrainPart:
+    """batch_size: sequences of one forward over all processes; accumulate: forwards of one update."""
+
+    steps: int = 1000
+    batch_size: int = 32
+    seq_len: int = 1024
+    accumulate: int = 1
+    optimizer: str = "adamw"
+    lr: float = 6e-4
+    muon_lr: float = 0.02
+    beta1: float = 0.9
+    beta2: float = 0.95
+    momentum: float = 0.95
+    weight_decay: float = 0.1
+    schedule: str = "cosine"
+    warmup: int = 0
+    final: float = 0.1
+    decay: float = 0.2
+    clip: float = 1.0  # 0: gradients are not clipped
+    precision: str = "bfloat16"
+    ema: float = 0.0  # the decay of averaged weights; 0: none
+    checkpointed_blocks: int = 0  # so many blocks keep no activations; -1: all
+    seed: int = 42
+
+
+@dataclass(frozen=True)
+class DataPart:
+    """path: a folder of .bin shards or one of them; empty: the sources of Python's standard library, as bytes."""
+
+    path: str = ""
+    val: float = 0.01  # of the tokens, where the folder has no shard of its own for it
+
+
+@dataclass(frozen=True)
+class KernelsPart:
+    """tune: kernels are chosen before step 0; empty: on a GPU. force: {op: impl}. retune_every: steps, 0: never."""
+
+    tune: bool | None = None
+    plan: str = "auto"
+    retune_every: int = 0
+    force: Mapping[str, str] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class RunPart:
+    """Every so many steps; 0: only at the end."""
+
+    log_every: int = 10
+    val_every: int = 100
+    val_batches: int = 8
+    save_every: int = 500
+    keep: int = 2
+    tensorboard: bool = False
+    wandb: str = ""
+
+
+@dataclass(frozen=True)
+class DistPart:
+    mode: str = ""
+
+
+@dataclass(frozen=True)
+class TrainRecipe:
+    name: str = ""
+    model: ModelPart = ModelPart()
+    train: TrainPart = TrainPart()
+    data: DataPart = DataPart()
+    kernels: KernelsPart = KernelsPart()
+    run: RunPart = RunPart()
+    dist: DistPart = DistPart()
+
+    def to_dict(self) -> dict:
+        """As run.json and a checkpoint hold it."""
+        return asdict(self)
+
+    @property
+    def schedule(self) -> Schedule:
+        t = self.train
+        return Schedule(t.schedule, t.lr, t.warmup, t.steps, t.final, t.decay)
+
+    @property
+    def optim(self) -> OptimOptions:
+        t = self.train
+        return OptimOptions(
+            t.optimizer, t.lr, t.muon_lr, (t.beta1, t.beta2), weight_decay=t.weight_decay, momentum=t.momentum,
+            master=t.precision == "bfloat16-weights",
+        )
+
+    @property
+    def tokens_per_step(self) -> int:
+        return self.train.batch_size * self.train.seq_len * self.train.accumulate
+
+
+PARTS = {f.name: f.type for f in fields(TrainRecipe) if f.name != "name"}
+CLASSES = {c.__name__: c for c in (ModelPart, TrainPart, DataPart, KernelsPart, RunPart, DistPart)}
+
+
+def names() -> list[str]:
+    return sorted(p.stem for p in FOLDER.glob("*.toml"))
+
+
+def nearest(given: str, known: Iterable[str]) -> str:
+    """', did you mean X?', or what there is."""
+    known = sorted(known)
+    found = difflib.get_close_matches(given, known, 1, 0.5)
+    return f"did you mean {found[0]}?" if found else f"there are {', '.join(known)}"
+
+
+def read_toml(text: str, where: str) -> dict:
+    try:
+        import tomllib
+    except ImportError:
+        raise ValueError("recipe: reading TOML needs Python 3.11 or newer") from None
+    try:
+        return tomllib.loads(text)
+    except tomllib.TOMLDecodeError as e:
+        raise ValueError(f"recipe: {where} is no TOML: {e}") from None
+
+
+def parse_setting(text: str) -> tuple[str, Any]:
+    """'train.batch_size=4' -> ("train.batch_size", 4); what is no TOML value is taken as a string."""
+    key, sign, value = text.partition("=")
+    if not sign or "." not in key:
+        raise ValueError(f"recipe: --set takes part.key=value, such as train.batch_size=4, got {text!r}")
+    try:
+        return key.strip(), read_toml(f"v = {value}", key)["v"]
+    except ValueError:
+        return key.strip(), value
+
+
+def read(target: str, settings: Mapping[str, Any] | None = None, device: str = "cuda") -> TrainRecipe:
+    """The recipe of a name or of a file, with [cpu] applied where there is no GPU, then the settings."""
+    path = Path(target).expanduser() if target.endswith(".toml") else FOLDER / f"{target}.toml"
+    if not path.is_file():
+        missing = f"no such file: {target}" if target.endswith(".toml") else f"no recipe {target!r}; {nearest(target, names())}"
+        raise ValueError(f"recipe: {missing}")
+    given, small = tables(path)
+    flat = given | (small if device == "cpu" else {}) | dict(settings or {})
+    return checked(made(flat, path.stem))
+
+
+def tables(path: Path, depth: int = 0) -> tuple[dict[str, Any], dict[str, Any]]:
+    """What a file sets, by full names, and what it sets where there is no GPU; after those of the recipe that is its `base`."""
+    given = read_toml(path.read_text(), str(path))
+    small, base = flattened(given.pop("cpu", {})), given.pop("base", None)
+    if base is None:
+        return flattened(given), small
+    other = path.parent / f"{base}.toml" if isinstance(base, str) else path
+    if depth > 8 or not other.is_file():
+        raise ValueError(f"recipe: {path.name}: base must name another recipe in {path.parent}, got {base!r}")
+    before, small_before = tables(other, depth + 1)
+    return before | flattened(given), small_before | small
+
+
+def flattened(tables: Mapping[str, Any]) -> dict[str, Any]:
+    """{"train": {"lr": 1}} and {"train.lr": 1} alike -> {"train.lr": 1}; deeper tables stay under their part."""
+    found: dict[str, Any] = {}
+    for key, value in tables.items():
+        if "." in key or not isinstance(value, Mapping):
+            found[key] = value
+        else:
+            found |= {f"{key}.{k}": v for k, v in value.items()}
+    return found
+
+
+def made(flat: Mapping[str, Any], name: str) -> TrainRecipe:
+    parts: dict[str, dict[str, Any]] = {part: {} for part in PARTS}
+    for key, value in flat.items():
+        part, _, rest = key.partition(".")
+        if part not in PARTS or not rest:
+            raise ValueError(f"recipe: there is no {key!r}; {nearest(part, PARTS)}")
+        table = parts[part]
+        known = {f.name for f in fields(part_class(part))} - {"changes"}
+        first, _, deeper = rest.partition(".")
+        if rest in known:
+            table[rest] = value
+        elif part == "kernels" and first == "force" and deeper:
+            table["force"] = {**table.get("force", {}), deeper: value}
+        elif part == "model":
+            table["changes"] = {**table.get("changes", {}), rest: value}  # checked where the model is known
+        else:
+            raise ValueError(f"recipe: {part} has no {rest!r}; {nearest(rest, known)}")
+    return TrainRecipe(name, **{part: part_class(part)(**table) for part, table in parts.items()})
+
+
+def part_class(part: str) -> Any:
+    found = PARTS[part]
+    return CLASSES[found] if isinstance(found, str) else found
+
+
+def checked(recipe: TrainRecipe) -> TrainRecipe:
+    """The recipe; ValueError in one line, before any work, where a value is of a wrong kind or out of its range."""
+    for part in PARTS:
+        values = getattr(recipe, part)
+        plain = part_class(part)()
+        for f in fields(values):
+            value, default = getattr(values, f.name), getattr(plain, f.name)
+            if default is None:
+                fine = value is None or isinstance(value, bool)
+            elif isinstance(default, bool) or isinstance(value, bool):
+                fine = isinstance(default, bool) and isinstance(value, bool)
+            elif isinstance(default, float):
+                fine = isinstance(value, (int, float))
+            else:
+                fine = isinstance(value, (type(default), Mapping) if isinstance(default, Mapping) else type(default))
+            if not fine:
+                kind = "true or false" if isinstance(default, (bool, type(None))) else type(default).__name__
+                raise ValueError(f"recipe: {part}.{f.name} must be {kind}, got {value!r}")
+    t, k = recipe.train, recipe.kernels
+    for key, value in (("steps", t.steps), ("batch_size", t.batch_size), ("seq_len", t.seq_len), ("accumulate", t.accumulate)):
+        if value < 1:
+            raise ValueError(f"recipe: train.{key} must be at least 1, got {value}")
+    for key, value, among in (
+        ("train.precision", t.precision, PRECISIONS), ("kernels.plan", k.plan, PLANS), ("dist.mode", recipe.dist.mode, DIST),
+        ("run.wandb", recipe.run.wandb, WANDB),
+    ):
+        if value not in among:
+            raise ValueError(f"recipe: {key} must be one of {', '.join(map(repr, among))}, got {value!r}")
+    if t.clip < 0 or not 0 <= t.ema < 1:
+        raise ValueError(f"recipe: train.clip must be at least 0 and train.ema from 0 to below 1, got {t.clip} and {t.ema}")
+    if t.warmup >= t.steps:
+        recipe = replace(recipe, train=replace(t, warmup=max(0, t.steps // 10)))
+    _ = recipe.schedule, recipe.optim  # both check their own values
+    return recipe
