@@ -123,8 +123,14 @@ def test_speeds_leave_out_the_first_steps_and_those_after_a_resume(tmp_path):
 def test_a_log_that_goes_back_without_saying_so_counts_from_there(tmp_path):
     again = [step_line(15, 100, 1.0, loss=9.0), {"kind": "val", "step": 20, "tokens": 2000, "loss": 7.0, "time_s": 20.0}]
     run = read_run(write_run(tmp_path / "a", tail="".join(json.dumps(line) + "\n" for line in again)))
-    assert run.steps[-1].step == 15 and run.steps[-1].loss == 9.0
+    assert [line.step for line in run.steps] == list(range(1, 16)) and run.steps[-1].loss == 9.0
     assert [(v.step, v.loss) for v in run.vals] == [(10, 4.0), (20, 7.0)]
+
+
+def test_a_run_that_resumed_and_has_not_logged_since_ends_at_its_checkpoint(tmp_path):
+    event = {"kind": "event", "step": 15, "what": "resume", "text": "resumed from step-00000015"}
+    run = read_run(write_run(tmp_path / "a", tail=json.dumps(event) + "\n"))
+    assert run.steps[-1].step == 15 and [v.step for v in run.vals] == [10]
 
 
 @pytest.mark.parametrize("tail", ['{"kind": "val", "st', '{"kind": "step", "step": 31', "\x00\x00", '{"kind": "step"}'])
@@ -139,7 +145,7 @@ def test_a_torn_last_line_is_left_out(tmp_path, tail):
 def test_damaged_lines_inside_the_log_are_counted_and_said(tmp_path):
     a = write_run(tmp_path / "a", tail='{"torn\n' + json.dumps(step_line(31, 100, 1.0)) + "\n")
     assert read_run(a).damaged == 1 and read_run(a).steps[-1].step == 31
-    assert any("cannot be read and are left out: 1" in line for line in compare(group([a]))["notes"])
+    assert any("cannot be read, left out: 1" in line for line in compare(group([a]))["notes"])
 
 
 def test_losses_that_are_not_finite_are_a_divergence_and_no_figure(tmp_path):
@@ -235,6 +241,15 @@ def test_seeds_give_mean_spread_interval_and_significance(tmp_path):
 def test_significance_is_unknown_without_seeds_or_spread(tmp_path, a, b, why):
     (v,) = measure(seeded(tmp_path, a, b), "loss at equal steps")["versus"]
     assert v["significant"] is None and v["winner"] is None and why in v["why"] and v["difference"] < 0
+
+
+def test_more_tokens_a_second_are_better_and_less_time_is(tmp_path):
+    folders = [write_run(tmp_path / f"a{s}", seed=s, step_s=1.0 + s / 100) for s in (1, 2)]
+    folders += [write_run(tmp_path / f"b{s}", seed=s, lr=0.2, step_s=0.5 + s / 100) for s in (1, 2)]
+    found = compare(group(folders))
+    assert [measure(found, key)["versus"][0]["winner"] for key in ("tokens/s", "time to target")] == ["b", "b"]
+    marked = [row[:2] for row, mark in zip(measures_table(found).rows, measures_table(found).marked) if mark]
+    assert ("tokens/s", "b") in marked and ("tokens/s", "a") not in marked
 
 
 def test_one_seed_twice_is_no_spread_over_seeds(tmp_path):

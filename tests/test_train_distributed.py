@@ -38,14 +38,14 @@ def values(folder: Path) -> torch.Tensor:
 
 
 @pytest.mark.parametrize("mode", ["ddp", "fsdp"])
-def test_two_processes_have_the_losses_of_one_and_go_on_as_one(shards, tmp_path, mode):  # noqa: F811
-    flat = SMALL | {"data.path": str(shards), "train.steps": 8, "run.save_every": 4, "run.val_every": 4, "dist.mode": mode}
-    quiet(small(shards, train__steps=8, run__save_every=4, run__val_every=4), tmp_path / "one")
-    launched(flat | {"train.steps": 4, "train.schedule": "constant"}, tmp_path / "two", 2)
-    launched(flat | {"train.schedule": "constant"}, tmp_path / "two", 1, "resume")
-    quiet(small(shards, train__steps=8, train__schedule="constant", run__save_every=4), tmp_path / "same")
-    torch.testing.assert_close(values(tmp_path / "two"), values(tmp_path / "same"))
-    assert json.loads((tmp_path / "two" / "run.json").read_text())["world"] == 1
+def test_a_run_of_two_processes_then_one_then_two_has_the_losses_of_one(shards, tmp_path, mode):  # noqa: F811
+    flat = SMALL | {"data.path": str(shards), "run.save_every": 2, "train.schedule": "constant", "dist.mode": mode}
+    launched(flat | {"train.steps": 4}, tmp_path / "run", 2)
+    quiet(small(shards, train__steps=6, run__save_every=2, train__schedule="constant"), tmp_path / "run", resume=True)
+    launched(flat | {"train.steps": 8}, tmp_path / "run", 2, "resume")
+    quiet(small(shards, train__steps=8, train__schedule="constant"), tmp_path / "one")
+    torch.testing.assert_close(values(tmp_path / "run"), values(tmp_path / "one"))
+    assert json.loads((tmp_path / "run" / "run.json").read_text())["world"] == 2
 
 
 def test_several_processes_must_be_told_how_to_share_the_work(shards, tmp_path, monkeypatch):  # noqa: F811

@@ -260,7 +260,7 @@ def notes(arms: Sequence[Arm], target: float | None) -> list[str]:
             found.append(f"{arm.name}: its runs differ beside the recipe: {', '.join(keys)}")
         if len({r.steps[-1].step for r in arm.runs}) > 1:
             found.append(f"{arm.name}: its runs ended at different steps; the fewest are shown")
-        found += [f"{r.name}: its log has lines that cannot be read and are left out: {r.damaged}" for r in arm.runs if r.damaged]
+        found += [f"{r.name}: lines of its log that cannot be read, left out: {r.damaged}" for r in arm.runs if r.damaged]
         found += [f"{r.name}: {e.text}" for r in arm.runs for e in r.events if e.what == "stop"]
         early = [r.name for r in arm.runs if target is not None and r.vals and (r.vals[0].loss or target + 1) <= target]
         found += [f"{name} had the target at its first evaluation: it may have been earlier" for name in early]

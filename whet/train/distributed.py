@@ -4,6 +4,7 @@ One process is the plain case of the same calls. Checkpoints are whole tensors, 
 that a run goes on with any number of processes; torch.distributed.checkpoint would keep its metadata as a pickle.
 """
 
+import collections
 import contextlib
 import os
 from collections.abc import Iterator, Mapping
@@ -14,6 +15,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.tensor import DTensor, distribute_tensor
 
 from whet.train import checkpoint
 
@@ -28,16 +30,19 @@ class Processes:
     mode: str = ""
 
     def wrapped(self, model: nn.Module) -> nn.Module:
-        if self.mode == "ddp":
-            from torch.nn.parallel import DistributedDataParallel
-
-            return DistributedDataParallel(model)
+        """The model as the processes share it: copies whose gradients are averaged, or each with its share of every tensor."""
+        if self.mode == "ddp" and self.size > 1:
+            return nn.parallel.DistributedDataParallel(model)
+        if self.mode == "fsdp" and self.size > 1:
+            shard(model, self.device, self.size)
         return model
 
     @contextlib.contextmanager
     def without_sync(self, model: Any, wait: bool) -> Iterator[None]:
         """While gradients are added up over several forwards only the last one talks to the others."""
-        with model.no_sync() if wait and self.mode == "ddp" else contextlib.nullcontext():
+        if self.mode == "fsdp" and self.size > 1:
+            model.set_requires_gradient_sync(not wait)
+        with model.no_sync() if wait and self.mode == "ddp" and self.size > 1 else contextlib.nullcontext():
             yield
 
     def mean(self, values: torch.Tensor) -> torch.Tensor:
@@ -51,11 +56,88 @@ class Processes:
     def save(
         self, folder: Path, step: int, model: nn.Module, optimizer: torch.optim.Optimizer, state: Mapping, ema: Any, keep: int
     ) -> None:
-        """Rank 0 writes; nobody goes on before it is done."""
-        if self.rank == 0:
-            checkpoint.save(folder, step, plain(model), optimizer, dict(state), ema, keep)
+        """Rank 0 writes whole tensors; nobody goes on before it is done."""
+        with whole(model, optimizer):
+            if self.rank == 0:
+                checkpoint.save(folder, step, plain(model), optimizer, dict(state), ema, keep)
         if self.size > 1:
             dist.barrier()
+
+    def load(self, path: Path, model: nn.Module, optimizer: torch.optim.Optimizer, ema: Any) -> dict:
+        """Every process reads whole tensors and keeps its share."""
+        with whole(model, optimizer, back=True):
+            return checkpoint.load(path, plain(model), optimizer, ema)
+
+
+def shard(model: nn.Module, device: str, size: int) -> None:
+    """FSDP2: every repeated block is a unit, and the rest is one."""
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import fully_shard
+
+    mesh = init_device_mesh(device, (size,))
+    for blocks in (m for m in model.modules() if isinstance(m, nn.ModuleList)):
+        for block in blocks:
+            fully_shard(block, mesh=mesh)
+    fully_shard(model, mesh=mesh)
+
+
+@contextlib.contextmanager
+def whole(model: nn.Module, optimizer: torch.optim.Optimizer, back: bool = False) -> Iterator[None]:
+    """While it is on, sharded parameters and their optimizer's state are whole tensors; back: then sharded from those.
+
+    FSDP's hooks of state_dict(), which would put the shards back, are off meanwhile.
+    """
+    units: list[Any] = [m for m in model.modules() if hasattr(m, "reshard")]
+    for unit in units:
+        unit.reshard()
+    sharded: list[tuple[nn.Module, str, Any]] = [
+        (m, name, p) for m in model.modules() for name, p in m._parameters.items() if isinstance(p, DTensor)
+    ]
+    if not sharded:
+        yield
+        return
+    made = {id(p): nn.Parameter(p.full_tensor().detach(), p.requires_grad) for _, _, p in sharded}
+    hooks = [(unit, unit._state_dict_pre_hooks) for unit in units]
+    by_id, states = {id(p): p for _, _, p in sharded}, dict(optimizer.state)
+    groups = [list(group["params"]) for group in optimizer.param_groups]
+    for unit in units:
+        unit._state_dict_pre_hooks = collections.OrderedDict()
+    for module, name, p in sharded:
+        module._parameters[name] = made[id(p)]
+    for group in optimizer.param_groups:
+        group["params"] = [made.get(id(p), p) for p in group["params"]]
+    for key, p in by_id.items():
+        kept = states.get(p, {})
+        optimizer.state[made[key]] = {k: t.full_tensor() if isinstance(t, DTensor) else t for k, t in kept.items()}
+        optimizer.state.pop(p, None)
+    try:
+        yield
+        if back:
+            with torch.no_grad():
+                for key, p in by_id.items():
+                    p.copy_(cut_as(made[key].detach(), p))
+                    for name, t in optimizer.state[made[key]].items():
+                        mine = states[p].get(name)
+                        if isinstance(mine, DTensor):
+                            mine.copy_(cut_as(t, mine))
+                        elif isinstance(mine, torch.Tensor):
+                            mine.copy_(t)
+                        else:
+                            states[p][name] = t
+    finally:
+        for unit, kept in hooks:
+            unit._state_dict_pre_hooks = kept
+        for module, name, p in sharded:
+            module._parameters[name] = p
+        for group, params in zip(optimizer.param_groups, groups):
+            group["params"] = params
+        optimizer.state.clear()
+        optimizer.state.update(states)
+
+
+def cut_as(value: torch.Tensor, like: DTensor) -> DTensor:
+    """A whole tensor that every process holds, sharded as another is."""
+    return distribute_tensor(value, like.device_mesh, like.placements, src_data_rank=None)
 
 
 def plain(model: nn.Module) -> nn.Module:

@@ -117,6 +117,8 @@ def prepared(
     made = built(recipe, device, meta.get("vocab"))
     if meta.get("vocab", math.inf) > made.vocab:
         shards.check_vocab(made.vocab)
+    if world.mode == "fsdp" and (t.optimizer == "muon" or t.ema):
+        raise ValueError("train: dist.mode=fsdp has no Muon and no averaged weights: both need whole matrices; use ddp")
     made.model = world.wrapped(made.model)
     log = RunLog(folder, world.rank == 0, say)
     ema_decay, optimizer = recipe.train.ema, make(made.model, recipe.optim)
@@ -203,7 +205,7 @@ def scaled(accumulate: int) -> Callable | None:
 
 
 def restored(run: Training, path: Path) -> None:
-    state = checkpoint.load(path, plain(run.made.model), run.optimizer, run.ema)
+    state = run.world.load(path, run.made.model, run.optimizer, run.ema)
     if state["fingerprint"] != run.shards.fingerprint():
         raise ValueError(f"train: {path} was trained on other data; resume with that, or start another run")
     run.step, run.time_s, run.first_loss = state["step"], state["time_s"], state["first_loss"]
