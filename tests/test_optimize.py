@@ -27,7 +27,7 @@ SMALL = TinyLlamaConfig(hidden=32, layers=1, heads=2, kv_heads=1, vocab=31)
 RECIPE = Recipe(batch=2, seq_len=8)
 TARGET = "tiny-llama:test"
 SUBJECT = BuiltIn(MODEL, SMALL, RECIPE)
-OPS = {"rms_norm", "add_rms_norm", "rope", "swiglu", "linear_cross_entropy"}
+OPS = {"rms_norm", "add_rms_norm", "rope", "attention", "swiglu", "linear_cross_entropy"}
 
 
 @contextlib.contextmanager

@@ -69,12 +69,17 @@ class CompiledStep:
         self.seconds, self.log_to, self.compiled, self.plans = seconds, log_to, compiled, plans
         self.reset()
         self.updates, self.pending = 0, False
+        self.norm: torch.Tensor | None = None  # of the last gradients before they were clipped; a CUDA graph overwrites it
 
     def reset(self) -> None:
         """Forget every plan: the next batch of each shape is chosen for anew."""
         self.served: dict[Hashable, ServedShape] = {}
         self.others = 0
         self.params, self.modules = list(self.model.parameters()), list(self.model.modules())
+
+    def prepare(self, batch: Any) -> None:
+        """Choose the plan for batches of this shape now, and run no step."""
+        self._served(*self._inputs(batch))
 
     @property
     def report(self) -> StepReport:
@@ -113,6 +118,7 @@ class CompiledStep:
                 "or of the model and the batch"
             ) from None
         assert loss is not None
+        self.norm = work.norm
         return loss
 
     def _served(self, args: tuple, kwargs: dict) -> ServedShape:
@@ -180,6 +186,7 @@ class CompiledStep:
         for held, given in zip(mine, tree_flatten((args, kwargs))[0]):
             if isinstance(held, torch.Tensor):
                 held.copy_(given, non_blocking=True)
+        self.norm = served.work.norm
         return served.graph().clone()
 
     def _capture(self, served: ServedShape, args: tuple, kwargs: dict) -> None:

@@ -124,6 +124,7 @@ class Workload:
     run         called in the model's place: the same model, compiled
     clip        the norm that gradients are clipped to before the optimizer sees them
     accumulate  gradients are added to those that are there
+    norm        of the last gradients before they were clipped
     """
 
     model: nn.Module
@@ -137,6 +138,7 @@ class Workload:
     run: Callable | None = None
     clip: float | None = None
     accumulate: bool = False
+    norm: torch.Tensor | None = field(default=None, init=False, compare=False)
 
     @property
     def device(self) -> str:
@@ -193,7 +195,7 @@ class Workload:
         with phase("backward"):
             self.backward(loss)
             if self.clip is not None:
-                torch.nn.utils.clip_grad_norm_(self.model.parameters(), self.clip)
+                self.norm = torch.nn.utils.clip_grad_norm_(self.model.parameters(), self.clip)
         return loss.detach()
 
     def captured(self) -> Callable:

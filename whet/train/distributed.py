@@ -113,17 +113,10 @@ def whole(model: nn.Module, optimizer: torch.optim.Optimizer, back: bool = False
     try:
         yield
         if back:
-            with torch.no_grad():
-                for key, p in by_id.items():
-                    p.copy_(cut_as(made[key].detach(), p))
-                    for name, t in optimizer.state[made[key]].items():
-                        mine = states[p].get(name)
-                        if isinstance(mine, DTensor):
-                            mine.copy_(cut_as(t, mine))
-                        elif isinstance(mine, torch.Tensor):
-                            mine.copy_(t)
-                        else:
-                            states[p][name] = t
+            for key, p in by_id.items():
+                fill(p, made[key].detach())
+                for name, t in optimizer.state[made[key]].items():
+                    fill(states[p][name], t)
     finally:
         for unit, kept in hooks:
             unit._state_dict_pre_hooks = kept
@@ -135,9 +128,12 @@ def whole(model: nn.Module, optimizer: torch.optim.Optimizer, back: bool = False
         optimizer.state.update(states)
 
 
-def cut_as(value: torch.Tensor, like: DTensor) -> DTensor:
-    """A whole tensor that every process holds, sharded as another is."""
-    return distribute_tensor(value, like.device_mesh, like.placements, src_data_rank=None)
+@torch.no_grad()
+def fill(mine: torch.Tensor, value: torch.Tensor) -> None:
+    """Put a whole tensor, which every process holds, where this process has its share of it, or all."""
+    if isinstance(mine, DTensor):
+        value = distribute_tensor(value, mine.device_mesh, mine.placements, src_data_rank=None)
+    mine.copy_(value)
 
 
 def plain(model: nn.Module) -> nn.Module:

@@ -54,7 +54,9 @@ def load_run(folder: Path, at: str = "") -> LoadedRun:
     averaged = Ema(trained.model, recipe.train.ema) if recipe.train.ema else None
     state = checkpoint.load(path, trained.model, None, averaged)
     if averaged is not None:
-        averaged.swapped().__enter__()
+        with averaged.swapped():
+            kept = {name: t.clone() for name, t in trained.model.state_dict().items()}
+        trained.model.load_state_dict(kept)
     trained.model.eval()
     return LoadedRun(recipe, trained, path, state["step"])
 

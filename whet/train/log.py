@@ -41,10 +41,7 @@ class RunLog:
         """run.json, and the trackers that were asked for; one that cannot be had is an error before any step."""
         if not self.writes:
             return
-        self.folder.mkdir(parents=True, exist_ok=True)
-        made = self.folder / f".{RUN}.tmp"
-        made.write_text(json.dumps(facts, indent=1) + "\n")
-        os.replace(made, self.folder / RUN)
+        self.facts(facts)
         if tensorboard:
             try:
                 from torch.utils.tensorboard import SummaryWriter
@@ -58,6 +55,18 @@ class RunLog:
                 raise ValueError("train: run.wandb needs the package wandb: pip install wandb") from None
             where: Any = dict(name=self.folder.name, dir=str(self.folder), mode=wandb)
             self.wandb = package.init(project="whet", config=facts["recipe"], **where)
+
+    def facts(self, facts: dict) -> None:
+        """Write run.json."""
+        if not self.writes:
+            return
+        try:
+            self.folder.mkdir(parents=True, exist_ok=True)
+            made = self.folder / f".{RUN}.tmp"
+            made.write_text(json.dumps(facts, indent=1) + "\n")
+            os.replace(made, self.folder / RUN)
+        except OSError as e:
+            raise ValueError(f"train: {self.folder} cannot be written: {e.strerror or e}; name another with --runs") from None
 
     def cut_back(self, step: int) -> None:
         """Forget what was logged after this step: a resumed run goes on from there."""

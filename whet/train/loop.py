@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch.distributed.tensor import DTensor
 
 from whet import machine
 from whet.lock import Lock
@@ -68,6 +69,7 @@ class Training:
     first_loss: float | None = None
     last_loss: float = math.nan
     val_loss: float | None = None
+    example: dict = field(default_factory=dict)  # a batch, for choosing kernels and plans
     ceiling: float | None = None  # FLOP/s of a product in the run's precision, measured
 
     @property
@@ -133,7 +135,7 @@ def started(run: Training, resume: bool, lock: Lock | None) -> None:
     found = checkpoint.newest(run.folder, run.log.say) if resume else None
     if found is not None:
         restored(run, found)
-    example = run.batch(Loader(run.shards, t.batch_size, t.seq_len, run.world.rank, run.world.size, t.seed))
+    example = run.example = run.batch(Loader(run.shards, t.batch_size, t.seq_len, run.world.rank, run.world.size, t.seed))
     model = plain(run.made.model)
     blocks = checkpoint_blocks(model, example, t.checkpointed_blocks)
     tuned = run.device == "cuda" if recipe.kernels.tune is None else recipe.kernels.tune
@@ -159,14 +161,16 @@ def started(run: Training, resume: bool, lock: Lock | None) -> None:
     }
     run.log.start(facts, recipe.run.tensorboard, recipe.run.wandb)
     run.log.choices(str(run.kernels.table()), {"parameters": run.made.parameters})
-    if found is not None:
+    if resume:
         run.log.cut_back(run.step)
         checkpoint.remove_after(run.folder, run.step)
-        run.log.event(run.step, "resume", f"resumed from {found.name}")
+        run.log.event(run.step, "resume", f"resumed from {found.name}" if found else "no good checkpoint: from the beginning")
     run.stepper = compile_step(
         run.made.model, run.optimizer, loss=scaled(t.accumulate), clip=t.clip or None, precision=run.autocast,
         plans=recipe.kernels.plan == "auto" and run.device == "cuda", log_to=ToLog(run.log, lambda: run.step),
     )
+    run.stepper.prepare(example)
+    run.log.facts(facts | {"plan": str(run.stepper.report)})
 
 
 class ToLog:
@@ -261,11 +265,13 @@ def flushed(run: Training, pending: list[tuple[int, torch.Tensor, float]], began
     flops = run.made.flops_per_token(r.train.seq_len) * tok_s
     mfu = flops / run.ceiling / run.world.size if run.ceiling else None
     memory = torch.cuda.max_memory_allocated() / 2**20 if run.device == "cuda" else None
+    norm = grad_norm(run)
     for (step, _, lr), loss in zip(pending, losses):
         run.first_loss = loss if run.first_loss is None else run.first_loss
         run.last_loss = loss
         at = dict(
-            step=step, tokens=step * r.tokens_per_step, loss=loss, lr=lr, ms=round(1e3 * per_step, 3), tok_s=round(tok_s, 1),
+            step=step, tokens=step * r.tokens_per_step, loss=loss, lr=lr, grad_norm=norm if step == run.step else None,
+            ms=round(1e3 * per_step, 3), tok_s=round(tok_s, 1),
             mfu=None if mfu is None else round(mfu, 4), memory_mib=None if memory is None else round(memory),
             time_s=round(run.time_s - per_step * (pending[-1][0] - step), 3),
         )
@@ -274,6 +280,14 @@ def flushed(run: Training, pending: list[tuple[int, torch.Tensor, float]], began
             stopped(run, step, why)
     if shown:
         run.log.say(step_line(at | dict(steps=r.train.steps, left_s=per_step * (r.train.steps - run.step))))
+
+
+def grad_norm(run: Training) -> float | None:
+    """Of the last step's gradients, before they were clipped; None where they are not."""
+    found = run.stepper.norm if run.stepper is not None else None
+    if found is None:
+        return None
+    return (found.full_tensor() if isinstance(found, DTensor) else found).item()
 
 
 def stopped(run: Training, step: int, why: str) -> None:
@@ -337,4 +351,5 @@ def retuned(run: Training) -> None:
     again.hand_to(plain(run.made.model))
     assert run.stepper is not None
     run.stepper.reset()
+    run.stepper.prepare(run.example)
     run.log.event(run.step, "retune", f"kernels timed again: {'; '.join(changed)}")

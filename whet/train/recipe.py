@@ -224,6 +224,18 @@ def part_class(part: str) -> Any:
     return CLASSES[found] if isinstance(found, str) else found
 
 
+def settings_of(config: Any) -> dict[str, Any]:
+    """A ModelConfig as whet.auto_select_kernels takes it, as settings of a recipe: sizes, and the kernels that it forces."""
+    found: dict[str, Any] = {"kernels.tune": None if getattr(config, "benchmark_kernels", True) else False}
+    of = {"batch_size": "train.batch_size", "max_seq_len": "train.seq_len", "d_model": "model.width", "n_heads": "model.heads"}
+    found |= {ours: getattr(config, theirs) for theirs, ours in of.items() if hasattr(config, theirs)}
+    found |= {"model.kv_heads": found["model.heads"]} if "model.heads" in found else {}
+    for flag, op in (("use_triton_rmsnorm", "rms_norm"), ("use_triton_rotary", "rope")):
+        if (wanted := getattr(config, flag, None)) is not None:
+            found[f"kernels.force.{op}"] = "triton" if wanted else "torch" if op == "rms_norm" else "eager"
+    return found
+
+
 def checked(recipe: TrainRecipe) -> TrainRecipe:
     """The recipe; ValueError in one line, before any work, where a value is of a wrong kind or out of its range."""
     for part in PARTS:
