@@ -145,8 +145,8 @@ def nearest(given: str, known: Iterable[str]) -> str:
 def read_toml(text: str, where: str) -> dict:
     try:
         import tomllib
-    except ImportError:
-        raise ValueError("recipe: reading TOML needs Python 3.11 or newer") from None
+    except ImportError:  # Python 3.10
+        import tomli as tomllib
     try:
         return tomllib.loads(text)
     except tomllib.TOMLDecodeError as e:
