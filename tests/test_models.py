@@ -206,3 +206,15 @@ def test_the_script_says_in_one_line_what_is_wrong(option, said, monkeypatch, ca
         main()
     assert stopped.value.code == 2
     assert said in capsys.readouterr().err.splitlines()[-1]
+
+
+def test_a_target_may_say_its_batch():
+    from whet.models import recipe_of
+    from whet.subjects import subject_of
+
+    assert (recipe_of("tiny-llama:tiny@2x16").batch, recipe_of("tiny-llama:tiny@2x16").seq_len) == (2, 16)
+    subject = subject_of("tiny-llama:tiny@2x16")
+    assert subject.name == "tiny-llama:tiny@2x16" and subject.samples == 2 and "batch=2" in subject.config
+    for bad in ("tiny-llama:tiny@", "tiny-llama:tiny@4", "tiny-llama:tiny@0x4", "tiny-llama:tiny@4xx"):
+        with pytest.raises(ValueError, match="rows and the tokens of a batch"):
+            recipe_of(bad)

@@ -14,7 +14,7 @@ from whet.choices import Choices, Recorder
 from whet.diagnose.target import CannotRun, Target, raised_at, resolve
 from whet.figures import error_line
 from whet.machine import this_machine
-from whet.models import Model, Recipe, find
+from whet.models import Model, Recipe, find, recipe_of
 from whet.op import Call
 from whet.swap import Journal, Met
 from whet.swap._replace import recognise
@@ -304,14 +304,15 @@ Subject = BuiltIn | Given
 
 
 def subject_of(target: str) -> Subject:
-    """'tiny-llama:small', or 'file.py:function' as `whet doctor` understands it."""
+    """'tiny-llama:small', 'gpt2:d12@4x512', or 'file.py:function' as `whet doctor` understands it."""
     path, _, function = target.partition(":")
     if path.endswith(".py"):
         if not function:
             raise CannotRun(f"{target}: optimize runs no script; name a function that returns model and batch: {path}:function")
         return Given(resolve(target))
     model, size = find(target)
-    return BuiltIn(model, model.sizes[size], model.recipes[size], f"{model.name}:{size}")
+    _, at, batch = target.partition("@")
+    return BuiltIn(model, model.sizes[size], recipe_of(target), f"{model.name}:{size}{at}{batch}")
 
 
 def asked(precision: str) -> str | None:

@@ -8,7 +8,7 @@ import torch
 from whet.choices import Choices
 from whet.decode.cache import free_bytes
 from whet.lock import Lock
-from whet.models import Model, find
+from whet.models import Model, find, recipe_of
 
 HELD = 4 + 8 + 4 + 4  # bytes a parameter: float32 weights, gradients in float64, those of eager and those of the plan on trial
 STEP = 4 + 4 + 8  # of each model that waits for the race: weights, gradients, AdamW's two moments
@@ -31,8 +31,9 @@ def needed(count: int, device: str) -> int:
 def refuse_what_does_not_fit(lock: Lock, target: str, precision: str, again: bool) -> None:
     """ValueError, with the figures, where a model's plans are to be measured and that takes more memory than is free."""
     model, size = find(target)
-    known = lock.plans.get(f"{model.name}:{size} {precision}", {}).get("config")
-    if known == f"{model.sizes[size]} {model.recipes[size]}" and not again:
+    _, at, batch = target.partition("@")
+    known = lock.plans.get(f"{model.name}:{size}{at}{batch} {precision}", {}).get("config")
+    if known == f"{model.sizes[size]} {recipe_of(target)}" and not again:
         return
     device = "cuda" if torch.cuda.is_available() else "cpu"
     count, free = parameters(model, size), free_bytes(torch.device(device))

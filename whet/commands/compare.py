@@ -21,6 +21,7 @@ def command(
         metavar="LOSS", help="The validation loss whose time and tokens are compared (default: the worst final one).",
     )] = None,
     html: Html = None,
+    record: Annotated[str, typer.Option(metavar="NAME", help="Keep it as records/compare-NAME.json (default: not kept).")] = "",
     as_json: Json = False,
 ):
     """Training runs against one another: what differs, how fast each is, and the losses at equal steps, tokens and time.
@@ -36,9 +37,11 @@ def command(
         refuse_directory("--html", html)
         arms = group(runs or [], arm or [])
         found = compare(arms, target)
+        said = shlex.join(["whet", "compare", *(runs or []), *(word for text in arm or [] for word in ("--arm", text))])
         if html:
-            said = ["whet", "compare", *(runs or []), *(word for text in arm or [] for word in ("--arm", text))]
-            write(html, found, [[run.as_dict() for run in a.runs] for a in arms], shlex.join(said))
+            write(html, found, [[run.as_dict() for run in a.runs] for a in arms], said)
+        if record:
+            kept(found, said, record)
     if as_json:
         typer.echo(json.dumps(found, indent=1))
         return
@@ -47,6 +50,14 @@ def command(
     compare_tables.show(console, found)
     if html:
         console.print(f"page: {html}")
+
+
+def kept(found: dict, said: str, name: str) -> None:
+    from whet.report import record as records
+
+    made = records.make(said, found)
+    if records.write(made, "records", f"compare {name}") is None:
+        raise ValueError(f"--record: records/compare-{name}.json cannot be written")
 
 
 def write(path: str, found: dict, runs: list[list[dict]], said: str) -> None:

@@ -13,7 +13,7 @@ from whet.commands._console import Html, Json, Records, console, emit, plain_err
 if TYPE_CHECKING:
     from whet.commands._folder import FolderOptions
 
-TARGET_HELP = "A built-in model and size (tiny-llama:small), a Hugging Face folder, or file.py:function with model and batch."
+TARGET_HELP = "A built-in model (tiny-llama:small, gpt2:d12@4x512), a Hugging Face folder, or file.py:function."
 Step = Annotated[bool | None, typer.Option(
     "--train/--infer", help="A folder: a training step or a forward pass (default: train where the model takes labels).",
     show_default=False,

@@ -3,8 +3,9 @@
 import functools
 import importlib
 import pkgutil
+import re
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
 import torch
@@ -67,9 +68,18 @@ def discover() -> dict[str, Model]:
     return {m.MODEL.name: m.MODEL for m in (importlib.import_module(f"{__name__}.{name}") for name in names)}
 
 
+def recipe_of(target: str) -> Recipe:
+    """How the size is trained; 'gpt2:d12@4x512': with batches of 4 rows of 512 tokens."""
+    model, size = find(target)
+    found = re.fullmatch(r"(\d+)x(\d+)", target.partition("@")[2])
+    if "@" in target and not (found and int(found[1]) and int(found[2])):
+        raise ValueError(f"{target}: after @ come the rows and the tokens of a batch, such as {model.name}:{size}@4x512")
+    return replace(model.recipes[size], batch=int(found[1]), seq_len=int(found[2])) if found else model.recipes[size]
+
+
 def find(target: str) -> tuple[Model, str]:
-    """'tiny-llama:small' -> the model and the size; a plain name means its first size."""
-    name, _, size = target.partition(":")
+    """'tiny-llama:small' -> the model and the size; a plain name means its first size. What follows @ is the recipe's."""
+    name, _, size = target.partition("@")[0].partition(":")
     models = discover()
     if name not in models:
         raise ValueError(f"unknown model {name!r}; there are {', '.join(models)}")

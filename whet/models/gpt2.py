@@ -239,7 +239,7 @@ class GPT2(nn.Module):
         """The mean cross-entropy of labels, which the padded rows have no part in."""
         w = (self.head or self.embed).weight
         if self.c.softcap is None:
-            return self.ops.linear_cross_entropy(y, w, labels, b=self.off)
+            return self.ops.linear_cross_entropy(y, w, labels, b=None if self.off is None else self.off.to(y.dtype))
         return self.ops.linear_cross_entropy(y, w[: self.c.vocab], labels, softcap=self.c.softcap)
 
     def forward(self, tokens, labels):

@@ -66,8 +66,10 @@ def config_of(recipe: TrainRecipe, vocab: int | None) -> tuple[Any, Any]:
 def built(recipe: TrainRecipe, device: str, vocab: int | None = None) -> TrainedModel:
     """The recipe's model with its first weights, on the device, in the precision it is trained in."""
     made = from_folder(recipe) if recipe.model.path else of_whet(recipe, vocab)
-    dtype = torch.bfloat16 if recipe.train.precision == "bfloat16-weights" else torch.float32
-    made.model = made.model.to(device=device, dtype=dtype).train()
+    made.model = made.model.to(device).train()
+    if recipe.train.precision == "bfloat16-weights":
+        for p in made.model.parameters():  # buffers stay: a rotation's angles lose too much in 16 bits
+            p.data = p.data.to(torch.bfloat16)
     return made
 
 
