@@ -60,13 +60,13 @@ class CompiledStep:
 
     def __init__(
         self, model: nn.Module, optimizer: torch.optim.Optimizer, loss: Callable | None, clip: float | None,
-        precision: str | None, seconds: float, log_to: Any, compiled: bool = True, plans: bool = True,
+        precision: str | None, seconds: float, log_to: Any, compiled: bool = True, plans: bool = True, graphs: bool = True,
     ):
         if isinstance(model, torch._dynamo.OptimizedModule):
             model = model._orig_mod
         self.model: nn.Module = model if loss is None else LossOf(model, loss)
         self.optimizer, self.clip, self.precision = optimizer, clip, precision
-        self.seconds, self.log_to, self.compiled, self.plans = seconds, log_to, compiled, plans
+        self.seconds, self.log_to, self.compiled, self.plans, self.graphs = seconds, log_to, compiled, plans, graphs
         self.reset()
         self.updates, self.pending = 0, False
         self.norm: torch.Tensor | None = None  # of the last gradients before they were clipped; a CUDA graph overwrites it
@@ -136,7 +136,7 @@ class CompiledStep:
         elif strange is not None:
             plan, why, figures = AS_IT_IS, f"the batch holds a {type(strange).__name__}, whose tensors are not seen", {}
         else:
-            chosen = choose(work, self.seconds, self.compiled)
+            chosen = choose(work, self.seconds, self.compiled, self.graphs)
             plan, why, figures = chosen.plan, chosen.why, chosen.figures
         ask_by_plan(self.model, plan)
         if plan.compiled:
@@ -180,6 +180,7 @@ class CompiledStep:
         elif served.captured_with != self._facts():
             served.without_graph("the model, a mode or an optimizer's setting changed after the capture; reset() chooses anew")
         if served.graph is None:
+            ask_by_plan(self.model, served.plan)
             log_choices("compile_step", str(served), None, self.log_to)
             return None
         mine = tree_flatten((served.work.args, served.work.kwargs))[0]
@@ -225,6 +226,7 @@ def described(args: tuple, kwargs: dict) -> str:
 def compile_step(
     model: nn.Module, optimizer: torch.optim.Optimizer, loss: Callable | None = None, clip: float | None = None,
     precision: str | None = None, *, seconds: float = 0.3, log_to: Any = None, compiled: bool = True, plans: bool = True,
+    graphs: bool = True,
 ) -> CompiledStep:
     """A training step that runs by the best plan: `loss = step(batch)` is forward, backward, clip and optimizer.
 
@@ -234,6 +236,7 @@ def compile_step(
     seconds    time to race each plan, once for each shape of batch
     compiled   False: torch.compile is not tried, which takes a minute or more of a large model
     plans      False: none is tried, and the step runs as it is
+    graphs     False: no CUDA graph is tried, as where gradients are always added up: a graph holds a whole step
     log_to     a TensorBoard SummaryWriter for the choices; None: the active W&B run, else one line on stdout
     At the first batch of a shape, plans are verified and raced on copies: the step as it is, torch.compile, and on a GPU
     the CUDA graph of each. `step(batch, update=False)` accumulates gradients; `print(step.report)` shows what serves what.
@@ -246,4 +249,4 @@ def compile_step(
         raise ValueError(f"compile_step: precision must be one of {PRECISIONS} or None, got {precision!r}")
     if clip is not None and not clip > 0:
         raise ValueError(f"compile_step: clip must be a norm above 0 or None, got {clip!r}")
-    return CompiledStep(model, optimizer, loss, clip, precision, seconds, log_to, compiled, plans)
+    return CompiledStep(model, optimizer, loss, clip, precision, seconds, log_to, compiled, plans, graphs)

@@ -253,14 +253,14 @@ class ChosenStep:
         return {"chosen": self.plan.name, "why": self.why, "plans": list(self.plans)}
 
 
-def choose(work: LoopWork, seconds: float, compiled: bool = True) -> ChosenStep:
+def choose(work: LoopWork, seconds: float, compiled: bool = True, graphs: bool = True) -> ChosenStep:
     """The best plan of this step, tried on copies. Whatever fails costs plans, never the step."""
     if torch.distributed.is_available() and torch.distributed.is_initialized() and torch.distributed.get_world_size() > 1:
         return ChosenStep(AS_IT_IS, "several processes train together, and plans are tried in one", {})
     modes = [(m, m.training) for m in work.model.modules()]
     try:
         with quiet(work.model), quick_collections():
-            return _choose(work, seconds, compiled)
+            return _choose(work, seconds, compiled, graphs)
     except Exception as e:
         return ChosenStep(AS_IT_IS, f"no other plan could be tried: {error_line(e)}", {})
     finally:
@@ -269,14 +269,14 @@ def choose(work: LoopWork, seconds: float, compiled: bool = True) -> ChosenStep:
         free_memory()
 
 
-def _choose(work: LoopWork, seconds: float, compiled: bool) -> ChosenStep:
+def _choose(work: LoopWork, seconds: float, compiled: bool, graphs: bool = True) -> ChosenStep:
     subject = Loop(Target(
         work.model, work.args, work.kwargs, optimizer=work.optimizer, precision=work.precision, clip=work.clip,
         name="compile_step",
     ))
     trial = LoopTrial(subject, work.precision or "float32", seconds)
     for plan in subject.plans():
-        if compiled or not plan.compiled:
+        if (compiled or not plan.compiled) and (graphs or not plan.graph):
             trial.run(plan)
     trial.heat()
     found = trial.outcome()

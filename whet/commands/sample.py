@@ -4,7 +4,7 @@ from typing import Annotated
 
 import typer
 
-from whet.commands._console import console, plain_errors
+from whet.commands._console import plain_errors
 
 
 def command(
@@ -28,4 +28,4 @@ def command(
 
     with plain_errors("nothing was written"):
         found = load_run(Path(run), checkpoint)
-        console.print(sampled(found, text, tokens, temperature, top_k or None, seed, tokenizer))
+        typer.echo(sampled(found, text, tokens, temperature, top_k or None, seed, tokenizer))

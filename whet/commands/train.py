@@ -41,10 +41,12 @@ def command(
         if resume and not run:
             raise ValueError("train: --resume needs --run NAME, the run to go on with")
         outcome = trained(recipe, given, (runs, run), resume, lock, as_json)
-        if page:
+        if page and first_process():
             from whet.train.runs import write_page
 
             write_page(outcome.folder)
+    if not first_process():
+        return
     if as_json:
         typer.echo(json.dumps({k: str(v) if k == "folder" else v for k, v in vars(outcome).items()}, indent=1))
     else:
@@ -73,14 +75,22 @@ def trained(recipe: str, given: dict, where: tuple[str, str], resume: bool, lock
 
     device = this_machine().device
     found = read(recipe, given, device)
-    say = (lambda text: None) if as_json else console.print
+    shown = not as_json and first_process()
+    say = console.print if shown else (lambda text: None)
     if device == "cpu":
         t, m = found.train, found.model
         size = f"{m.size or m.name}, {t.steps} steps of {t.batch_size} x {t.seq_len} tokens"
         say(f"no GPU here, so by the recipe's table [cpu]: {size}")
     folder = Path(where[0]) / (where[1] or f"{found.name}-{stamp()}")
-    with progress_bar(not as_json) as progress:
+    with progress_bar(shown) as progress:
         return train(found, folder, resume, Lock.read(lock_path(lock)), say, progress)
+
+
+def first_process() -> bool:
+    """Of those that torchrun started, or the only one: it alone prints and writes."""
+    import os
+
+    return os.environ.get("RANK", "0") == "0"
 
 
 def stamp() -> str:

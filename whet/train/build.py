@@ -38,10 +38,11 @@ class TrainedModel:
 
     def flops_per_token(self, seq_len: int) -> float:
         """Of forward and backward: six for each weight of a product, and attention's two products over the whole square."""
-        layers = [m.weight for m in self.model.modules() if isinstance(m, nn.Linear)]
-        tables = [m.weight for m in self.model.modules() if isinstance(m, nn.Embedding)]
-        tied = [w for w in tables if self.facts.get("tied") and w.shape[0] >= self.vocab]
-        weights = sum(w.numel() for w in {id(w): w for w in layers + tied}.values())
+        heads = {id(m.weight) for m in self.model.modules() if isinstance(m, nn.Linear)}
+        tables = {id(m.weight): m.weight for m in self.model.modules() if isinstance(m, nn.Embedding)}
+        wide = [key for key, w in tables.items() if w.shape[0] >= self.vocab]  # that of tokens is the first
+        looked_up = set(tables) - heads - set(wide[:1] if self.facts.get("tied") else [])
+        weights = sum(p.numel() for p in self.model.parameters() if p.dim() >= 2 and id(p) not in looked_up)
         return 6.0 * weights + 12.0 * self.facts.get("layers", 0) * self.facts.get("width", 0) * seq_len
 
 
@@ -94,6 +95,8 @@ def from_folder(recipe: TrainRecipe) -> TrainedModel:
     try:
         config = AutoConfig.from_pretrained(str(folder), local_files_only=True, trust_remote_code=False)
         weights = any(folder.glob("*.safetensors"))
+        if not weights and (pickled := sorted(folder.glob("*.bin"))):
+            raise ValueError(f"{pickled[0].name} is a pickle, which whet does not load; save its weights as safetensors")
         model = (
             AutoModelForCausalLM.from_pretrained(str(folder), local_files_only=True, dtype=torch.float32) if weights
             else AutoModelForCausalLM.from_config(config)
@@ -101,10 +104,14 @@ def from_folder(recipe: TrainRecipe) -> TrainedModel:
     except Exception as e:
         raise ValueError(f"recipe: model.path: {folder}: {error_line(e)}") from None
     text = config.get_text_config()
+    longest = getattr(text, "max_position_embeddings", None)
+    if longest is not None and recipe.train.seq_len >= longest:
+        why = f"its {longest} positions, one of which is the last label's"
+        raise ValueError(f"recipe: train.seq_len must be below {longest} for {folder}: {why}; got {recipe.train.seq_len}")
     facts = {"path": str(folder), "layers": text.num_hidden_layers, "width": text.hidden_size, "vocab": text.vocab_size}
 
     def inputs(batch: Batch) -> Batch:
-        """Labels not shifted, and use_cache off: a cache has no use in training."""
+        """Labels not shifted: a row is one token longer than train.seq_len."""
         whole = torch.cat([batch["tokens"], batch["labels"][:, -1:]], 1)
         return dict(input_ids=whole, labels=whole)
 

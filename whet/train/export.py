@@ -1,6 +1,7 @@
 """A run's weights used: text sampled from a checkpoint, and a Hugging Face folder made of it."""
 
 import json
+import shutil
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -15,7 +16,7 @@ from whet.train.data import Shards
 from whet.train.log import RUN
 from whet.train.optim import Ema
 from whet.train.recipe import TrainRecipe, made
-from whet.train.tokenize import BPETokenizer, Tokenizer
+from whet.train.tokenize import BPETokenizer, Tokenizer, load_tokenizer
 
 
 @dataclass
@@ -28,29 +29,28 @@ class LoadedRun:
     step: int
 
 
-def recipe_of(folder: Path) -> TrainRecipe:
-    """The recipe that a run was trained by, as its run.json has it."""
+def recipe_of(folder: Path) -> tuple[TrainRecipe, int | None]:
+    """The recipe that a run was trained by, as its run.json has it, and its model's vocabulary: the data may be gone by now."""
     try:
         facts = json.loads((folder / RUN).read_text())
-        given = dict(facts["recipe"])
+        given, vocab = dict(facts["recipe"]), dict(facts["model"]).get("vocab")
     except (OSError, ValueError, KeyError, TypeError):
         raise ValueError(f"{folder} is no run: it has no {RUN} that `whet train` wrote") from None
     name, flat = given.pop("name", ""), dict[str, Any]()
     for part, values in given.items():
         changes = values.pop("changes", {}) if part == "model" else {}
         flat |= {f"{part}.{k}": v for k, v in (values | changes).items()}
-    return made(flat, name)
+    return made(flat, name), vocab
 
 
 def load_run(folder: Path, at: str = "") -> LoadedRun:
     """The run at its newest good checkpoint, or at the one that is named: step-00000100."""
-    recipe = recipe_of(folder)
+    recipe, vocab = recipe_of(folder)
     path = folder / "checkpoints" / at if at else checkpoint.newest(folder / "checkpoints")
     if path is None:
         raise ValueError(f"{folder} has no checkpoint that is complete")
     device = "cuda" if torch.cuda.is_available() else "cpu"
-    meta = Shards(recipe.data.path or None, recipe.data.val).meta or {}
-    trained = built(recipe, device, meta.get("vocab"))
+    trained = built(recipe, device, vocab)
     averaged = Ema(trained.model, recipe.train.ema) if recipe.train.ema else None
     state = checkpoint.load(path, trained.model, None, averaged)
     if averaged is not None:
@@ -62,8 +62,10 @@ def load_run(folder: Path, at: str = "") -> LoadedRun:
 
 
 def tokenizer_of(recipe: TrainRecipe, name: str = "") -> Tokenizer:
-    """The tokenizer of the run's data."""
-    return Shards(recipe.data.path or None, recipe.data.val).tokenizer(name or None)
+    """The tokenizer of the run's data, or the one that is named."""
+    if name:
+        return load_tokenizer(name)
+    return Shards(recipe.data.path or None, recipe.data.val).tokenizer()
 
 
 @torch.no_grad()
@@ -95,15 +97,18 @@ def export(run: LoadedRun, out: Path, tokenizer: str = "") -> dict:
     model = run.trained.model
     if run.recipe.model.path:
         model.save_pretrained(str(out))  # type: ignore[operator]
+        for path in (p for name in TOKENIZER_FILES for p in Path(run.recipe.model.path).expanduser().glob(name)):
+            shutil.copyfile(path, out / path.name)
         return {"architecture": type(model).__name__, "step": run.step, "folder": str(out)}
     if not isinstance(model, gpt2.GPT2):
         raise ValueError(f"export: whet writes no architecture of Transformers for {run.recipe.model.name}; it does for gpt2")
     config, state = gpt2.to_hf(model.c, dict(model.named_parameters()))
     words = tokenizer_of(run.recipe, tokenizer)
+    written = as_tokenizers(words)  # before anything is written: it may need a package that is not there
     config |= {"eos_token_id": words.eos, "bos_token_id": words.eos, "dtype": str(next(model.parameters()).dtype)[6:]}
     out.mkdir(parents=True, exist_ok=True)
     save_file({k: t.cpu() for k, t in state.items()}, str(out / "model.safetensors"), metadata={"format": "pt"})
-    as_tokenizers(words).save(str(out / "tokenizer.json"))
+    written.save(str(out / "tokenizer.json"))
     (out / "tokenizer_config.json").write_text(json.dumps(
         {"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": END, "bos_token": END}, indent=1) + "\n")
     (out / "config.json").write_text(json.dumps(config, indent=1) + "\n")
@@ -111,6 +116,7 @@ def export(run: LoadedRun, out: Path, tokenizer: str = "") -> dict:
 
 
 END = "<|endoftext|>"
+TOKENIZER_FILES = ("tokenizer*", "special_tokens_map.json", "added_tokens.json", "vocab.*", "merges.txt", "chat_template.*")
 
 
 def as_tokenizers(words: Tokenizer) -> Any:

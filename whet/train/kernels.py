@@ -2,7 +2,7 @@
 
 import copy
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from torch import nn
 
@@ -24,11 +24,14 @@ class KernelChoices:
     by_mode: dict[str, Choices] = field(default_factory=dict)
     entries: dict[str, dict] = field(default_factory=dict)
     lock: Lock | None = None
+    force: Mapping[str, str] = field(default_factory=dict)
+    used: str = ""  # the mode that the step's plan runs in
+    tuned: bool = False  # also on ranks that only received what was chosen
 
     @property
     def mode(self) -> str:
-        """The one that is shown: what a CUDA graph takes where there can be one."""
-        return modes_here()[-1]
+        """The one that is shown: that of the step's plan, once that is chosen; till then what a CUDA graph takes."""
+        return self.used if self.used in self.by_mode else modes_here()[-1]
 
     def table(self) -> dict[str, str]:
         """{call: candidate}"""
@@ -58,7 +61,8 @@ class KernelChoices:
         for key, entry in (self.lock.calls if self.lock else {}).items():
             fresh.calls[key] = {k: copy.deepcopy(v) for k, v in entry.items() if k not in DECIDED}
         tuned = tune(self.calls, fresh, seconds=seconds)
-        return KernelChoices(self.calls, tuned.choices, tuned.entries, self.lock)
+        by_mode = {mode: forced(choices, self.calls, self.force) for mode, choices in tuned.choices.items()}
+        return replace(self, by_mode=by_mode, entries=tuned.entries)
 
 
 def forced(choices: Choices, calls: list[tuple[Call, int]], force: Mapping[str, str]) -> Choices:
@@ -86,4 +90,4 @@ def select(
     found = tune(calls, lock, progress=progress, seconds=seconds) if tuned else None
     by_mode = found.choices if found else {mode: Choices() for mode in (*modes_here(), "compile", "compile + graph")}
     by_mode = {mode: forced(choices, calls, force) for mode, choices in by_mode.items()}
-    return KernelChoices(calls, by_mode, found.entries if found else {}, lock)
+    return KernelChoices(calls, by_mode, found.entries if found else {}, lock, dict(force), tuned=tuned)

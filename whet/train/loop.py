@@ -65,6 +65,7 @@ class Training:
     ema: Ema | None = None
     stepper: CompiledStep | None = None
     step: int = 0
+    counted: tuple[int, int] = (0, 0)  # the step that this process went on from, and the tokens until there
     time_s: float = 0.0
     first_loss: float | None = None
     last_loss: float = math.nan
@@ -83,7 +84,11 @@ class Training:
 
     @property
     def tokens(self) -> int:
-        return self.step * self.recipe.tokens_per_step
+        return self.tokens_at(self.step)
+
+    def tokens_at(self, step: int) -> int:
+        """A run may go on with other batches: what is behind it keeps its count."""
+        return self.counted[1] + (step - self.counted[0]) * self.recipe.tokens_per_step
 
     def batch(self, loader: Loader) -> dict[str, torch.Tensor]:
         found = self.made.inputs(loader.next())
@@ -98,7 +103,9 @@ def train(
     with processes(recipe.dist.mode) as world:
         run = prepared(recipe, folder, world, resume, say, progress)
         try:
-            started(run, resume, lock)
+            found = resumed(run) if resume else None
+            with torch.random.fork_rng([torch.cuda.current_device()] if run.device == "cuda" else []):
+                started(run, found, resume, lock)
             looped(run)
             return TrainOutcome(folder, run.step, run.last_loss, run.val_loss, run.tokens, run.time_s)
         finally:
@@ -119,22 +126,34 @@ def prepared(
     made = built(recipe, device, meta.get("vocab"))
     if meta.get("vocab", math.inf) > made.vocab:
         shards.check_vocab(made.vocab)
+    if recipe.model.path:  # in training alone: what is exported keeps its own setting
+        made.model.config.use_cache = False  # type: ignore[union-attr]
     if world.mode == "fsdp" and (t.optimizer == "muon" or t.ema):
         raise ValueError("train: dist.mode=fsdp has no Muon and no averaged weights: both need whole matrices; use ddp")
     made.model = world.wrapped(made.model)
     log = RunLog(folder, world.rank == 0, say)
     ema_decay, optimizer = recipe.train.ema, make(made.model, recipe.optim)
+    if recipe.run.val_batches and (held := shards.sequences("val", t.seq_len)) < world.size:
+        log.say(f"no validation: {held} sequences of {t.seq_len} + 1 tokens are held out; raise data.val")
     run = Training(recipe, made, shards, loader, optimizer, log, world, device, progress)
-    run.ema = Ema(made.model, ema_decay, optimizer) if ema_decay else None
+    run.ema = Ema(plain(made.model), ema_decay, optimizer) if ema_decay else None
     return run
 
 
-def started(run: Training, resume: bool, lock: Lock | None) -> None:
-    """Kernels chosen, the step made, an earlier state loaded, run.json written."""
-    recipe, t = run.recipe, run.recipe.train
-    found = checkpoint.newest(run.folder, run.log.say) if resume else None
+def resumed(run: Training) -> Path | None:
+    """The newest good checkpoint, loaded; None where the run made none yet."""
+    found = checkpoint.newest(run.folder, run.log.say)
     if found is not None:
         restored(run, found)
+    elif there := sorted(p.name for p in run.folder.glob("step-*")):
+        why = checkpoint.fault(run.folder / there[-1])
+        raise ValueError(f"train: no checkpoint in {run.folder} is good: {there[-1]}: {why}; move them away to begin anew")
+    return found
+
+
+def started(run: Training, found: Path | None, resume: bool, lock: Lock | None) -> None:
+    """Kernels chosen, the step made, run.json written; all without the random numbers of the run. found: what was loaded."""
+    recipe, t = run.recipe, run.recipe.train
     example = run.example = run.batch(Loader(run.shards, t.batch_size, t.seq_len, run.world.rank, run.world.size, t.seed))
     model = plain(run.made.model)
     blocks = checkpoint_blocks(model, example, t.checkpointed_blocks)
@@ -151,7 +170,7 @@ def started(run: Training, resume: bool, lock: Lock | None) -> None:
             run.log.say(line)
     elif not tuned:
         run.log.say("kernels: PyTorch's own calls" + ("" if run.device == "cuda" else ", since there is no GPU to choose for"))
-    if run.device == "cuda":
+    if run.device == "cuda" and t.precision != "tf32":  # whose ceiling is not measured
         run.ceiling = ceilings().tflops.get("bfloat16" if t.precision.startswith("bfloat16") else "float32", 0.0) * 1e12 or None
     facts = {
         "format": FORMAT, "recipe": recipe.to_dict(), "machine": machine.this_machine().as_dict(), "commit": machine.commit(),
@@ -163,14 +182,23 @@ def started(run: Training, resume: bool, lock: Lock | None) -> None:
     run.log.choices(str(run.kernels.table()), {"parameters": run.made.parameters})
     if resume:
         run.log.cut_back(run.step)
-        checkpoint.remove_after(run.folder, run.step)
+        if run.world.rank == 0:
+            checkpoint.remove_after(run.folder, run.step)
         run.log.event(run.step, "resume", f"resumed from {found.name}" if found else "no good checkpoint: from the beginning")
     run.stepper = compile_step(
         run.made.model, run.optimizer, loss=scaled(t.accumulate), clip=t.clip or None, precision=run.autocast,
         plans=recipe.kernels.plan == "auto" and run.device == "cuda", log_to=ToLog(run.log, lambda: run.step),
+        graphs=t.accumulate == 1,
     )
-    run.stepper.prepare(example)
-    run.log.facts(facts | {"plan": str(run.stepper.report)})
+    planned(run)
+    run.log.facts(facts | {"choices": run.kernels.table(), "plan": str(run.stepper.report)})
+
+
+def planned(run: Training) -> None:
+    """The step's plan chosen, and with it the mode whose kernels serve."""
+    assert run.stepper is not None
+    run.stepper.prepare(run.example)
+    run.kernels.used = next(iter(run.stepper.served.values())).plan.mode
 
 
 class ToLog:
@@ -209,10 +237,21 @@ def scaled(accumulate: int) -> Callable | None:
 
 
 def restored(run: Training, path: Path) -> None:
+    """The state of a checkpoint; of the optimizer's settings those of the recipe, which may have changed since, count."""
+    groups = run.optimizer.param_groups
+    settings = [{k: v for k, v in group.items() if k != "params"} for group in groups]
     state = run.world.load(path, run.made.model, run.optimizer, run.ema)
+    for group, mine in zip(groups, settings):
+        group.update(mine)
     if state["fingerprint"] != run.shards.fingerprint():
         raise ValueError(f"train: {path} was trained on other data; resume with that, or start another run")
+    for key in ("seq_len", "seed"):
+        was, now_set = state["recipe"]["train"][key], getattr(run.recipe.train, key)
+        if was != now_set:
+            fix = f"the order of the data would be another; resume with {was}, or start another run"
+            raise ValueError(f"train: {path} was trained with train.{key} {was}, and the recipe has {now_set}: {fix}")
     run.step, run.time_s, run.first_loss = state["step"], state["time_s"], state["first_loss"]
+    run.counted, run.last_loss, run.val_loss = (run.step, state["tokens"]), state["loss"], state["val_loss"]
     run.loader.load_state(state["loader"])
 
 
@@ -220,6 +259,8 @@ def looped(run: Training) -> None:
     """Steps until the last one; what is due after a step is done with the losses read and the clock stopped."""
     r, steps = run.recipe.run, run.recipe.train.steps
     pending: list[tuple[int, torch.Tensor, float]] = []
+    if run.device == "cuda":
+        torch.cuda.reset_peak_memory_stats()  # choosing kernels and plans held copies
     began = now()
     while run.step < steps:
         lr = set_lr(run.optimizer, run.recipe.schedule, run.step)
@@ -270,7 +311,7 @@ def flushed(run: Training, pending: list[tuple[int, torch.Tensor, float]], began
         run.first_loss = loss if run.first_loss is None else run.first_loss
         run.last_loss = loss
         at = dict(
-            step=step, tokens=step * r.tokens_per_step, loss=loss, lr=lr, grad_norm=norm if step == run.step else None,
+            step=step, tokens=run.tokens_at(step), loss=loss, lr=lr, grad_norm=norm if step == run.step else None,
             ms=round(1e3 * per_step, 3), tok_s=round(tok_s, 1),
             mfu=None if mfu is None else round(mfu, 4), memory_mib=None if memory is None else round(memory),
             time_s=round(run.time_s - per_step * (pending[-1][0] - step), 3),
@@ -278,6 +319,8 @@ def flushed(run: Training, pending: list[tuple[int, torch.Tensor, float]], began
         run.log.write(kind="step", **at)
         if why := gone_bad(loss, run.first_loss):
             stopped(run, step, why)
+    if norm is not None and not math.isfinite(norm):  # the weights are spoilt now: nothing is saved of them
+        stopped(run, run.step, f"the norm of the gradients is {norm}")
     if shown:
         run.log.say(step_line(at | dict(steps=r.train.steps, left_s=per_step * (r.train.steps - run.step))))
 
@@ -340,7 +383,7 @@ def saved(run: Training) -> None:
 def retuned(run: Training) -> None:
     """The verified candidates timed again at the live shapes; where another is faster now, it serves from here on."""
     before = run.kernels.table()
-    if not run.kernels.entries:
+    if not run.kernels.tuned:  # the same on every rank, which the entries are not
         return
     again = run.kernels.retimed(RETUNE_S)
     if again.table() == before:
@@ -351,5 +394,5 @@ def retuned(run: Training) -> None:
     again.hand_to(plain(run.made.model))
     assert run.stepper is not None
     run.stepper.reset()
-    run.stepper.prepare(run.example)
+    planned(run)
     run.log.event(run.step, "retune", f"kernels timed again: {'; '.join(changed)}")

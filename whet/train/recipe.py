@@ -181,9 +181,10 @@ def tables(path: Path, depth: int = 0) -> tuple[dict[str, Any], dict[str, Any]]:
     small, base = flattened(given.pop("cpu", {})), given.pop("base", None)
     if base is None:
         return flattened(given), small
-    other = path.parent / f"{base}.toml" if isinstance(base, str) else path
-    if depth > 8 or not other.is_file():
-        raise ValueError(f"recipe: {path.name}: base must name another recipe in {path.parent}, got {base!r}")
+    places = [folder / f"{base}.toml" for folder in (path.parent, FOLDER)]
+    other = next((p for p in places if p.is_file() and p.resolve() != path.resolve()), None)
+    if depth > 8 or other is None:
+        raise ValueError(f"recipe: {path.name}: base must name another recipe in {path.parent} or of whet's, got {base!r}")
     before, small_before = tables(other, depth + 1)
     return before | flattened(given), small_before | small
 
@@ -258,6 +259,13 @@ def checked(recipe: TrainRecipe) -> TrainRecipe:
     for key, value in (("steps", t.steps), ("batch_size", t.batch_size), ("seq_len", t.seq_len), ("accumulate", t.accumulate)):
         if value < 1:
             raise ValueError(f"recipe: train.{key} must be at least 1, got {value}")
+    r = recipe.run
+    for key, value, least in (
+        ("run.log_every", r.log_every, 0), ("run.val_every", r.val_every, 0), ("run.save_every", r.save_every, 0),
+        ("run.val_batches", r.val_batches, 0), ("kernels.retune_every", k.retune_every, 0), ("run.keep", r.keep, 1),
+    ):
+        if value < least:
+            raise ValueError(f"recipe: {key} must be at least {least}, got {value}")
     for key, value, among in (
         ("train.precision", t.precision, PRECISIONS), ("kernels.plan", k.plan, PLANS), ("dist.mode", recipe.dist.mode, DIST),
         ("run.wandb", recipe.run.wandb, WANDB),
