@@ -13,7 +13,7 @@ def command(
     tokens: Annotated[int, typer.Option(min=1, help="Tokens to write.")] = 200,
     temperature: Annotated[float, typer.Option(min=0.0, help="0: the likeliest token each time.")] = 0.8,
     top_k: Annotated[int, typer.Option(min=0, help="Among so many of the likeliest, 0: among all.")] = 50,
-    seed: Annotated[int, typer.Option(help="Of the random numbers.")] = 0,
+    seed: Annotated[int, typer.Option(help="Of the random numbers (default 0).")] = 0,
     checkpoint: Annotated[str, typer.Option(metavar="NAME", help="step-00000100 (default: the newest good one).")] = "",
     tokenizer: Annotated[str, typer.Option(help="bytes, gpt2 or a tokenizer.json (default: as beside the run's data).")] = "",
 ):
