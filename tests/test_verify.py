@@ -219,3 +219,11 @@ def test_evaluate_leaves_no_gradient_on_the_arguments(device):
     args = op.inputs(dtype=torch.float32, device=device, **CASE)
     evaluate(op, op.reference, args, grad=True)
     assert not args["x"].requires_grad and args["x"].grad is None
+
+
+def test_a_kernel_that_reads_between_sliced_rows_meets_nan_not_whatever_memory_held():
+    from whet.op import lay
+
+    rows = lay(torch.zeros(3, 5), "sliced")
+    assert torch.equal(rows, torch.zeros(3, 5)) and rows._base is not None and rows._base[:, 5:].isnan().all()
+    assert lay(torch.ones(2, 3, dtype=torch.int32), "sliced").sum() == 6

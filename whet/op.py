@@ -353,8 +353,10 @@ LAYOUTS = ("contiguous", "sliced", "strided", "transposed", "expanded")
 
 def lay(x: torch.Tensor, layout: str) -> torch.Tensor:
     """A tensor of x's shape with the named memory layout, values of x (expanded: of its first row)."""
-    if layout == "sliced":  # rows of a wider matrix, as a slice of a packed projection gives
-        wide = torch.empty(*x.shape[:-1], 2 * x.shape[-1] + 8, dtype=x.dtype, device=x.device)
+    if layout == "sliced":  # rows of a wider matrix, as a slice of a packed projection gives; what is between them is NaN
+        wide = x.new_empty(*x.shape[:-1], 2 * x.shape[-1] + 8)
+        if x.is_floating_point() and x.element_size() > 1:
+            wide.fill_(math.nan)
         wide[..., : x.shape[-1]] = x
         return wide[..., : x.shape[-1]]
     if layout == "strided":  # every other element
