@@ -24,7 +24,7 @@ def command(
     runs: Annotated[str, typer.Option(metavar="DIR", help="Folder of all runs.")] = "runs",
     resume: Resume = False,
     tune: Annotated[bool | None, typer.Option(help="Choose kernels before step 0 (default: where there is a GPU).")] = None,
-    retune_every: Annotated[int, typer.Option(min=0, help="Time the choices again every so many steps (default 0: never).")] = 0,
+    retune_every: Annotated[int, typer.Option(min=0, help="Time the choices again every N steps (default 0: never).")] = 0,
     lock: Annotated[str | None, typer.Option(metavar="FILE", help="The lock (default $WHET_LOCK, else whet.lock).")] = None,
     page: Annotated[bool, typer.Option(help="Write page.html into the run's folder at the end.")] = True,
     as_json: Json = False,

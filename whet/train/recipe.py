@@ -137,7 +137,7 @@ def names() -> list[str]:
 
 def nearest(given: str, known: Iterable[str]) -> str:
     """', did you mean X?', or what there is."""
-    known = sorted(known)
+    known = sorted(known) or ["none here: give a TOML file"]
     found = difflib.get_close_matches(given, known, 1, 0.5)
     return f"did you mean {found[0]}?" if found else f"there are {', '.join(known)}"
 
