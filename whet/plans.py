@@ -158,11 +158,9 @@ class Trial:
             self.before.step()
 
     def runner(self, plan: Plan, precision: str | None = None) -> PlanRunner:
-        return PlanRunner(self, plan, self.choices_of(plan), precision or self.precision)
-
-    def choices_of(self, plan: Plan) -> Choices | None:
         fixed = {"eager": Choices(default="eager"), "stock": Choices(), "own": None}
-        return fixed[plan.choices] if plan.choices in fixed else self.choices[plan.mode]
+        choices = fixed[plan.choices] if plan.choices in fixed else self.choices[plan.mode]
+        return PlanRunner(self, plan, choices, precision or self.precision)
 
     def run(self, plan: Plan) -> None:
         """Build and verify the plan; where memory is short, first race those that wait in it, and let them go."""

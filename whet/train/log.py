@@ -12,7 +12,7 @@ from typing import Any
 from whet.figures import error_line
 from whet.trackers import log_choices
 
-RUN, LOG = "run.json", "log.jsonl"
+RUN, LOG, FORMAT = "run.json", "log.jsonl", 1
 
 
 def read_log(path: Path) -> list[dict]:

@@ -25,14 +25,13 @@ from whet.train.build import TrainedModel, built, checkpoint_blocks
 from whet.train.data import Loader, Shards
 from whet.train.distributed import Processes, plain, processes
 from whet.train.kernels import KernelChoices, select
-from whet.train.log import RunLog, step_line
+from whet.train.log import FORMAT, RUN, RunLog, step_line
 from whet.train.optim import Ema, MuonAdamW, make
 from whet.train.recipe import TrainRecipe
 from whet.train.schedule import set_lr
 from whet.train.watch import Diverged, first_bad_module, gone_bad
 from whet.workload import Workload, find_loss, in_precision
 
-FORMAT = 1
 RETUNE_S = 0.05  # of timing for each candidate, while the run waits
 
 
@@ -78,6 +77,10 @@ class Training:
         """The precision that is set around the forward; None: the weights have it."""
         return None if self.recipe.train.precision == "bfloat16-weights" else self.recipe.train.precision
 
+    def set(self) -> contextlib.AbstractContextManager:
+        """That precision, while the block runs."""
+        return in_precision(self.autocast, self.device) if self.autocast else contextlib.nullcontext()
+
     @property
     def folder(self) -> Path:
         return self.log.folder / "checkpoints"
@@ -116,7 +119,7 @@ def prepared(
     recipe: TrainRecipe, folder: Path, world: Processes, resume: bool, say: Callable, progress: Callable
 ) -> Training:
     """Data, model and optimizer, checked against each other."""
-    if (folder / "run.json").exists() and not resume:
+    if (folder / RUN).exists() and not resume:
         raise ValueError(f"train: {folder} holds a run already; go on with --resume, or name another with --run")
     device, t = world.device, recipe.train
     shards = Shards(recipe.data.path or None, recipe.data.val)
@@ -132,11 +135,11 @@ def prepared(
         raise ValueError("train: dist.mode=fsdp has no Muon and no averaged weights: both need whole matrices; use ddp")
     made.model = world.wrapped(made.model)
     log = RunLog(folder, world.rank == 0, say)
-    ema_decay, optimizer = recipe.train.ema, make(made.model, recipe.optim)
+    optimizer = make(made.model, recipe.optim)
     if recipe.run.val_batches and (held := shards.sequences("val", t.seq_len)) < world.size:
         log.say(f"no validation: {held} sequences of {t.seq_len} + 1 tokens are held out; raise data.val")
     run = Training(recipe, made, shards, loader, optimizer, log, world, device, progress)
-    run.ema = Ema(plain(made.model), ema_decay, optimizer) if ema_decay else None
+    run.ema = Ema(plain(made.model), t.ema, optimizer) if t.ema else None
     return run
 
 
@@ -164,9 +167,8 @@ def started(run: Training, found: Path | None, resume: bool, lock: Lock | None) 
     run.kernels = select(work, tuned, recipe.kernels.force, lock or Lock.read(), run.progress)
     if run.kernels.by_mode:
         run.kernels.hand_to(model)
-    batch = f"{t.batch_size} x {t.seq_len}"
     if run.kernels.entries:
-        for line in run.kernels.lines(batch):
+        for line in run.kernels.lines(f"{t.batch_size} x {t.seq_len}"):
             run.log.say(line)
     elif not tuned:
         run.log.say("kernels: PyTorch's own calls" + ("" if run.device == "cuda" else ", since there is no GPU to choose for"))
@@ -217,7 +219,7 @@ def optimized(run: Training, example: dict, lock: Lock | None) -> None:
     """A Hugging Face model's own parts replaced where that is proved and faster."""
     from whet.swap._optimize import optimize
 
-    with in_precision(run.autocast, run.device) if run.autocast else contextlib.nullcontext():
+    with run.set():
         report: Any = optimize(plain(run.made.model), example, lock=lock or Lock.read(), progress=run.progress).whet
     for line in str(report).splitlines():
         run.log.say(line)
@@ -358,7 +360,7 @@ def evaluated(run: Training) -> None:
     with run.ema.swapped() if run.ema is not None else contextlib.nullcontext():
         for _ in range(count):
             batch = run.batch(loader)
-            with in_precision(run.autocast, run.device) if run.autocast else contextlib.nullcontext():
+            with run.set():
                 loss = find_loss(model(**batch))
             assert loss is not None
             losses.append(loss.float())

@@ -15,9 +15,9 @@ from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from whet.train.log import LOG, RUN
+from whet.train.log import FORMAT, LOG, RUN
 
-FORMAT, PAGE = 1, "page.html"
+PAGE = "page.html"
 FIGURES = ("loss", "lr", "grad_norm", "ms", "tok_s", "mfu", "memory_mib", "time_s")
 WARM_UP = 10  # steps at the start, and after a resume, whose times are left out: they compile, and fill the allocator
 
