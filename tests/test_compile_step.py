@@ -267,7 +267,8 @@ def test_gradients_accumulate_until_an_update(plan, monkeypatch, replays):
     twin = copy.deepcopy(model)
     optimizer, theirs = adam(model), adam(twin)
     step = whet.compile_step(model, optimizer, clip=CLIP)
-    for parts in (batches(1), batches(3), batches(1), batches(2), batches(1)):
+    mixed = [*batches(2, rows=4), *batches(1), *batches(1, rows=4)]
+    for parts in (batches(1), batches(3), batches(1), batches(2), mixed, batches(1), [*batches(1), *batches(1, rows=4)]):
         theirs.zero_grad()
         for i, batch in enumerate(parts):
             last, weight = i == len(parts) - 1, model.up.weight.detach().clone()
@@ -279,6 +280,7 @@ def test_gradients_accumulate_until_an_update(plan, monkeypatch, replays):
         assert all(torch.equal(a, b) for a, b in zip(model.parameters(), twin.parameters())) or plan is GRAPH
         for a, b in zip(model.parameters(), twin.parameters()):
             torch.testing.assert_close(a, b)
+    assert all((s.adding is None) == (plan is AS_IT_IS) for s in step.served.values()), str(step.report)
 
 
 def test_four_shapes_get_a_plan_and_the_others_run_as_they_are(monkeypatch):

@@ -1,15 +1,18 @@
 """whet.compile_step by CUDA graphs: the same losses and weights as the plain loop's."""
 
+import copy
 from dataclasses import replace
 
 import pytest
 import torch
 from swapping import FAMILIES, built, masks_seen
-from test_compile_step import CLIP, GRAPH, Small, adam, assert_same_steps, batches, choosing, on
+from test_compile_step import CLIP, GRAPH, Small, adam, assert_same_steps, batches, choosing, evidence, on
 from torch import nn
 
+import whet
 from whet.choices import Choices
 from whet.graphs import Graph
+from whet.judge import judge
 from whet.step_plans import LoopWork, choose
 from whet.swap._proof import cast
 from whet.swap._replace import as_call, recognise
@@ -48,6 +51,46 @@ def test_a_cuda_graph_follows_a_learning_rate_schedule_on_a_gpu(monkeypatch):
     choosing(monkeypatch, GRAPH)
     step = assert_same_steps(gpu_adam, batches(6), decay=0.5, device="cuda")
     assert all(s.graph is not None for s in step.served.values()), str(step.report)
+
+
+def added_up(model: nn.Module, update, data: list[list[dict]]) -> dict:
+    """Losses and weights of a loop whose every update adds up the gradients of several batches."""
+    losses = [update(batch, i == 0, i == len(parts) - 1) for parts in data for i, batch in enumerate(parts)]
+    return evidence(model, losses)
+
+
+def plain_update(model: nn.Module, optimizer: torch.optim.Optimizer):
+    def update(batch: dict, first: bool, last: bool) -> torch.Tensor:
+        if first:
+            optimizer.zero_grad()
+        loss = model(**batch)
+        loss.backward()
+        if last:
+            nn.utils.clip_grad_norm_(model.parameters(), CLIP)
+            optimizer.step()
+        return loss.detach()
+
+    return update
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("make", [gpu_adam, adam], ids=["capturable", "optimizer-outside"])
+@pytest.mark.parametrize("compiled", [False, True], ids=["eager", "compiled"])
+def test_gradients_are_added_up_by_cuda_graphs_on_a_gpu(make, compiled, monkeypatch):
+    choosing(monkeypatch, replace(GRAPH, compiled=compiled))
+    mixed = [*batches(2, rows=4), *batches(1), *batches(1, rows=4)]
+    data = [batches(2), batches(3), batches(1), mixed, batches(1), [*batches(1), *batches(1, rows=4)]]
+    torch.manual_seed(0)
+    model = Small().cuda()
+    twin, wide = copy.deepcopy(model), copy.deepcopy(model).double()
+    truth = added_up(wide, plain_update(wide, make(wide)), [on("cuda", parts, torch.float64) for parts in data])
+    data = [on("cuda", parts) for parts in data]
+    eager = added_up(twin, plain_update(twin, make(twin)), data)
+    step = whet.compile_step(model, make(model), clip=CLIP)
+    actual = added_up(model, lambda batch, first, last: step(batch, update=last), data)
+    verdict = judge(actual, eager, truth)
+    assert verdict.ok, verdict.why
+    assert all(s.adding is not None for s in step.served.values()), str(step.report)
 
 
 @pytest.mark.gpu

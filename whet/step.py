@@ -11,7 +11,7 @@ from torch.utils._pytree import tree_flatten, tree_map_only
 
 from whet.diagnose.target import as_inputs
 from whet.figures import error_line
-from whet.step_plans import AS_IT_IS, CapturedLoop, LoopWork, LossOf, as_graph, ask_by_plan, choose, outside_because
+from whet.step_plans import AS_IT_IS, AddingLoop, CapturedLoop, LoopWork, LossOf, as_graph, ask_by_plan, choose, outside_because
 from whet.subjects import Plan, compiled_forward
 from whet.swap._state import as_before
 from whet.trackers import log_choices
@@ -34,6 +34,7 @@ class ServedShape:
     work: LoopWork
     reports: list
     graph: CapturedLoop | None = None
+    adding: AddingLoop | None = None  # the graphs of steps that add gradients up
     captured_with: Hashable = None
 
     def __str__(self) -> str:
@@ -42,7 +43,8 @@ class ServedShape:
     def without_graph(self, why: str) -> None:
         """From now on the same plan without its CUDA graph."""
         name = "torch.compile" if self.plan.compiled else AS_IT_IS.name
-        self.plan, self.graph, self.why = replace(self.plan, name=name, graph=False), None, f"{why}; {self.why}"
+        self.plan, self.why = replace(self.plan, name=name, graph=False), f"{why}; {self.why}"
+        self.graph = self.adding = None
 
 
 @dataclass(frozen=True)
@@ -60,13 +62,13 @@ class CompiledStep:
 
     def __init__(
         self, model: nn.Module, optimizer: torch.optim.Optimizer, loss: Callable | None, clip: float | None,
-        precision: str | None, seconds: float, log_to: Any, compiled: bool = True, plans: bool = True, graphs: bool = True,
+        precision: str | None, seconds: float, log_to: Any, compiled: bool = True, plans: bool = True,
     ):
         if isinstance(model, torch._dynamo.OptimizedModule):
             model = model._orig_mod
         self.model: nn.Module = model if loss is None else LossOf(model, loss)
         self.optimizer, self.clip, self.precision = optimizer, clip, precision
-        self.seconds, self.log_to, self.compiled, self.plans, self.graphs = seconds, log_to, compiled, plans, graphs
+        self.seconds, self.log_to, self.compiled, self.plans = seconds, log_to, compiled, plans
         self.reset()
         self.updates, self.pending = 0, False
         self.norm: torch.Tensor | None = None  # of the last gradients before they were clipped; a CUDA graph overwrites it
@@ -94,8 +96,8 @@ class CompiledStep:
         """
         args, kwargs = self._inputs(batch)
         served, loss = self._served(args, kwargs), None
-        if update and not self.pending and served.plan.graph:
-            loss = self._replayed(served, args, kwargs)
+        if served.plan.graph:
+            loss = self._replayed(served, args, kwargs, update)
         if loss is None:
             loss = self._run(served, args, kwargs, update)
         self.pending = not update
@@ -136,7 +138,7 @@ class CompiledStep:
         elif strange is not None:
             plan, why, figures = AS_IT_IS, f"the batch holds a {type(strange).__name__}, whose tensors are not seen", {}
         else:
-            chosen = choose(work, self.seconds, self.compiled, self.graphs)
+            chosen = choose(work, self.seconds, self.compiled)
             plan, why, figures = chosen.plan, chosen.why, chosen.figures
         ask_by_plan(self.model, plan)
         if plan.compiled:
@@ -168,18 +170,19 @@ class CompiledStep:
             tuple(len(group["params"]) for group in self.optimizer.param_groups),
         )
 
-    def _replayed(self, served: ServedShape, args: tuple, kwargs: dict) -> torch.Tensor | None:
-        """By the plan's CUDA graph, captured when first wanted; None where it cannot serve this step."""
-        if served.graph is None:
+    def _replayed(self, served: ServedShape, args: tuple, kwargs: dict, update: bool) -> torch.Tensor | None:
+        """By the plan's CUDA graphs, captured when first wanted; None where they cannot serve this step."""
+        added = self.pending or not update
+        if (served.adding if added else served.graph) is None:
             if not outside_because(self.optimizer) and not self.updates and not self.optimizer.state:
                 return None  # the first step makes the optimizer's state, which a graph must find
             try:
-                self._capture(served, args, kwargs)
+                self._capture(served, args, kwargs, added)
             except Exception as e:
                 served.without_graph(f"it could not be captured: {error_line(e)}")
         elif served.captured_with != self._facts():
             served.without_graph("the model, a mode or an optimizer's setting changed after the capture; reset() chooses anew")
-        if served.graph is None:
+        if not served.plan.graph:
             ask_by_plan(self.model, served.plan)
             log_choices("compile_step", str(served), None, self.log_to)
             return None
@@ -187,16 +190,31 @@ class CompiledStep:
         for held, given in zip(mine, tree_flatten((args, kwargs))[0]):
             if isinstance(held, torch.Tensor):
                 held.copy_(given, non_blocking=True)
-        self.norm = served.work.norm
-        return served.graph().clone()
+        if added:
+            assert served.adding is not None
+            loss = served.adding(not self.pending, update)
+            self.norm = served.adding.update_of.norm
+        else:
+            assert served.graph is not None
+            loss = served.graph()
+            self.norm = served.work.norm
+        return loss.clone()
 
-    def _capture(self, served: ServedShape, args: tuple, kwargs: dict) -> None:
-        """The warm-up before a capture runs steps: weights and optimizer are afterwards as they were."""
+    def _capture(self, served: ServedShape, args: tuple, kwargs: dict, added: bool) -> None:
+        """The warm-up before a capture runs steps: weights, gradients and optimizer are afterwards as they were."""
         work = served.work
-        work.args, work.kwargs = tree_map_only(torch.Tensor, lambda t: t.detach().clone(), (args, kwargs))
-        beside = next((s.graph for s in self.served.values() if s.graph is not None), None)
+        if served.graph is None and served.adding is None:
+            work.args, work.kwargs = tree_map_only(torch.Tensor, lambda t: t.detach().clone(), (args, kwargs))
+        beside = [g for s in self.served.values() for g in (s.adding, s.graph) if g is not None]
+        so_far = [(p, p.grad.clone()) for p in self.params if p.grad is not None] if self.pending else []
         with unchanged(self.model, self.optimizer), as_graph(self.model):
-            served.graph = work.captured(beside)
+            if added:
+                beside.sort(key=lambda g: isinstance(g, CapturedLoop))  # one that adds has the gradients
+                served.adding = AddingLoop(work, next(iter(beside), None))
+            else:
+                served.graph = work.captured(next(iter(beside), None))
+        for p, grad in so_far:
+            p.grad = grad
         served.captured_with = self._facts()
 
 
@@ -226,7 +244,6 @@ def described(args: tuple, kwargs: dict) -> str:
 def compile_step(
     model: nn.Module, optimizer: torch.optim.Optimizer, loss: Callable | None = None, clip: float | None = None,
     precision: str | None = None, *, seconds: float = 0.3, log_to: Any = None, compiled: bool = True, plans: bool = True,
-    graphs: bool = True,
 ) -> CompiledStep:
     """A training step that runs by the best plan: `loss = step(batch)` is forward, backward, clip and optimizer.
 
@@ -236,7 +253,6 @@ def compile_step(
     seconds    time to race each plan, once for each shape of batch
     compiled   False: torch.compile is not tried, which takes a minute or more of a large model
     plans      False: none is tried, and the step runs as it is
-    graphs     False: no CUDA graph is tried, as where gradients are always added up: a graph holds a whole step
     log_to     a TensorBoard SummaryWriter for the choices; None: the active W&B run, else one line on stdout
     At the first batch of a shape, plans are verified and raced on copies: the step as it is, torch.compile, and on a GPU
     the CUDA graph of each. `step(batch, update=False)` accumulates gradients; `print(step.report)` shows what serves what.
@@ -249,4 +265,4 @@ def compile_step(
         raise ValueError(f"compile_step: precision must be one of {PRECISIONS} or None, got {precision!r}")
     if clip is not None and not clip > 0:
         raise ValueError(f"compile_step: clip must be a norm above 0 or None, got {clip!r}")
-    return CompiledStep(model, optimizer, loss, clip, precision, seconds, log_to, compiled, plans, graphs)
+    return CompiledStep(model, optimizer, loss, clip, precision, seconds, log_to, compiled, plans)

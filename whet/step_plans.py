@@ -106,7 +106,7 @@ class LoopWork(Workload):
             torch.clear_autocast_cache()
         return super().forward()
 
-    def captured(self, beside: "CapturedLoop | None" = None) -> "CapturedLoop":
+    def captured(self, beside: "CapturedLoop | AddingLoop | None" = None) -> "CapturedLoop":
         return CapturedLoop(self, beside)
 
 
@@ -116,11 +116,12 @@ class CapturedLoop:
     beside   another of the same model: they run one after the other, so the memory of one serves both
     """
 
-    def __init__(self, work: LoopWork, beside: "CapturedLoop | None" = None):
+    graph: Graph
+
+    def __init__(self, work: LoopWork, beside: "CapturedLoop | AddingLoop | None" = None):
         assert work.optimizer is not None
         self.optimizer, self.outside = work.optimizer, outside_because(work.optimizer)
         shared: Graph | None = beside.graph if beside is not None else None
-        self.graph: Graph
         if self.outside:
             self.graph = Graph(work.to_gradients, beside=shared)
         else:
@@ -139,6 +140,57 @@ class CapturedLoop:
             return loss
         self.rates.follow()
         return self.graph()
+
+
+class AddingLoop:
+    """Steps whose gradients are added up, as the replays of two CUDA graphs: forward and backward; then clip and optimizer.
+
+    The first adds to gradients that stay where they are. An optimizer that cannot be captured runs outside, and so does clip.
+    beside   a loop of the same model, whose memory serves both, and whose gradients too where it adds them up
+    """
+
+    graph: Graph
+    grads: list[tuple[nn.Parameter, torch.Tensor]]
+
+    def __init__(self, work: LoopWork, beside: "CapturedLoop | AddingLoop | None" = None):
+        assert work.optimizer is not None
+        self.optimizer, self.outside = work.optimizer, outside_because(work.optimizer)
+        adding = replace(work, accumulate=True, clip=None)
+        self.update_of = replace(work)
+        if isinstance(beside, AddingLoop):
+            self.grads = beside.grads
+        else:
+            adding.clear()
+            adding.to_gradients()  # finds the parameters that a backward reaches
+            self.grads = [(p, torch.zeros_like(p)) for p in work.model.parameters() if p.grad is not None]
+        self.begin(anew=True)
+        self.graph = Graph(adding.to_gradients, beside=beside.graph if beside is not None else None)
+        self.rates: Rates | None = None
+        if not self.outside:
+            self.rates = Rates(work.optimizer)
+            with self.rates.lent():
+                self.update = Graph(self.update_of.update, beside=self.graph)
+
+    @torch.no_grad()
+    def begin(self, anew: bool) -> None:
+        """The gradients that the graphs know are the parameters' own. anew: they are zero, else what was added up so far."""
+        if anew:
+            torch._foreach_zero_([grad for _, grad in self.grads])
+        for p, grad in self.grads:
+            if not anew and p.grad is not grad:
+                grad.zero_() if p.grad is None else grad.copy_(p.grad)
+            p.grad = grad
+
+    def __call__(self, anew: bool, update: bool) -> torch.Tensor:
+        """The loss of one batch, which the next replay overwrites. anew: none was added up before; update: none comes after."""
+        self.begin(anew)
+        loss = self.graph()
+        if update and self.rates is not None:
+            self.rates.follow()
+            self.update()
+        elif update:
+            self.update_of.update()
+        return loss
 
 
 def reports(model: nn.Module) -> list[tuple[nn.Module, Optimized]]:
@@ -253,14 +305,14 @@ class ChosenStep:
         return {"chosen": self.plan.name, "why": self.why, "plans": list(self.plans)}
 
 
-def choose(work: LoopWork, seconds: float, compiled: bool = True, graphs: bool = True) -> ChosenStep:
+def choose(work: LoopWork, seconds: float, compiled: bool = True) -> ChosenStep:
     """The best plan of this step, tried on copies. Whatever fails costs plans, never the step."""
     if torch.distributed.is_available() and torch.distributed.is_initialized() and torch.distributed.get_world_size() > 1:
         return ChosenStep(AS_IT_IS, "several processes train together, and plans are tried in one", {})
     modes = [(m, m.training) for m in work.model.modules()]
     try:
         with quiet(work.model), quick_collections():
-            return _choose(work, seconds, compiled, graphs)
+            return _choose(work, seconds, compiled)
     except Exception as e:
         return ChosenStep(AS_IT_IS, f"no other plan could be tried: {error_line(e)}", {})
     finally:
@@ -269,14 +321,14 @@ def choose(work: LoopWork, seconds: float, compiled: bool = True, graphs: bool =
         free_memory()
 
 
-def _choose(work: LoopWork, seconds: float, compiled: bool, graphs: bool = True) -> ChosenStep:
+def _choose(work: LoopWork, seconds: float, compiled: bool) -> ChosenStep:
     subject = Loop(Target(
         work.model, work.args, work.kwargs, optimizer=work.optimizer, precision=work.precision, clip=work.clip,
         name="compile_step",
     ))
     trial = LoopTrial(subject, work.precision or "float32", seconds)
     for plan in subject.plans():
-        if (compiled or not plan.compiled) and (graphs or not plan.graph):
+        if compiled or not plan.compiled:
             trial.run(plan)
     trial.heat()
     found = trial.outcome()

@@ -194,9 +194,18 @@ class Workload:
             loss = self.forward_to_loss()
         with phase("backward"):
             self.backward(loss)
-            if self.clip is not None:
-                self.norm = torch.nn.utils.clip_grad_norm_(self.model.parameters(), self.clip)
+            self.clip_gradients()
         return loss.detach()
+
+    def clip_gradients(self) -> None:
+        if self.clip is not None:
+            self.norm = torch.nn.utils.clip_grad_norm_(self.model.parameters(), self.clip)
+
+    def update(self) -> None:
+        """What follows the last backward of gradients that were added up."""
+        self.clip_gradients()
+        assert self.optimizer is not None
+        self.optimizer.step()
 
     def captured(self) -> Callable:
         """This step as the replay of one CUDA graph."""

@@ -190,7 +190,6 @@ def started(run: Training, found: Path | None, resume: bool, lock: Lock | None) 
     run.stepper = compile_step(
         run.made.model, run.optimizer, loss=scaled(t.accumulate), clip=t.clip or None, precision=run.autocast,
         plans=recipe.kernels.plan == "auto" and run.device == "cuda", log_to=ToLog(run.log, lambda: run.step),
-        graphs=t.accumulate == 1,
     )
     planned(run)
     run.log.facts(facts | {"choices": run.kernels.table(), "plan": str(run.stepper.report)})
