@@ -218,3 +218,11 @@ def test_a_target_may_say_its_batch():
     for bad in ("tiny-llama:tiny@", "tiny-llama:tiny@4", "tiny-llama:tiny@0x4", "tiny-llama:tiny@4xx"):
         with pytest.raises(ValueError, match="rows and the tokens of a batch"):
             recipe_of(bad)
+
+
+def test_the_oracle_of_a_batch_in_parts_is_that_of_the_whole(device):
+    plain = {n: t.to(device) for n, t in weights(SMALL).items()}
+    whole, parts = (oracle(MODEL, SMALL, RECIPE, plain, device, rows) for rows in (None, 1))
+    assert RECIPE.batch > 1 and set(whole) == set(parts)
+    for name, t in whole.items():
+        torch.testing.assert_close(parts[name], t)

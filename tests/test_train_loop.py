@@ -15,7 +15,7 @@ import pytest
 import torch
 from conftest import ROOT
 
-from whet.train import loop
+from whet.train import loop, start
 from whet.train.data import ShardWriter
 from whet.train.log import read_log
 from whet.train.loop import train
@@ -229,8 +229,8 @@ def test_a_retune_that_finds_another_winner_switches_and_is_logged(shards, tmp_p
 
     monkeypatch.setattr(KernelChoices, "retimed", retimed)
     monkeypatch.setattr(KernelChoices, "lines", lambda self, batch: [])
-    real = loop.select
-    monkeypatch.setattr(loop, "select", lambda *args: replace(real(*args), entries={"planted": {}}, tuned=True))
+    real = start.select
+    monkeypatch.setattr(start, "select", lambda *args: replace(real(*args), entries={"planted": {}}, tuned=True))
     quiet(small(shards, kernels__retune_every=5), tmp_path / "run")
     said = [line["text"] for line in read_log(tmp_path / "run" / "log.jsonl") if line.get("what") == "retune"]
     assert len(run_of) == 2 and "-> eager" in said[0] and said[1] == "kernels timed again: the same are fastest"

@@ -8,6 +8,7 @@ import subprocess
 import sys
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -17,11 +18,12 @@ from test_train_loop import SMALL, losses, quiet, shards, small  # noqa: F401
 from typer.testing import CliRunner
 
 from whet.commands import app
-from whet.train import loop
+from whet.train import loop, start
 from whet.train.build import built
 from whet.train.export import load_run, tokenizer_of
 from whet.train.kernels import KernelChoices, forced, select
 from whet.train.log import read_log
+from whet.train.overhead import measure_overhead
 from whet.train.recipe import made, parse_setting, read
 from whet.train.watch import Diverged
 
@@ -77,8 +79,8 @@ def test_a_resumed_run_draws_the_random_numbers_of_one_that_was_not_stopped(shar
     GPT2LMHeadModel(GPT2Config(**sizes)).save_pretrained(tmp_path / "model")
     flat = {k: v for k, v in SMALL.items() if not k.startswith("model.")} | {
         "model.path": str(tmp_path / "model"), "data.path": str(shards), "run.val_every": 0, "train.schedule": "constant"}
-    real = loop.select
-    monkeypatch.setattr(loop, "select", lambda *args: torch.rand(random.randint(1, 99)) is None or real(*args))
+    real = start.select
+    monkeypatch.setattr(start, "select", lambda *args: torch.rand(random.randint(1, 99)) is None or real(*args))
     quiet(made(flat | {"train.steps": 6}, "mine"), tmp_path / "whole")
     quiet(made(flat | {"train.steps": 3}, "mine"), tmp_path / "part")
     quiet(made(flat | {"train.steps": 6}, "mine"), tmp_path / "part", resume=True)
@@ -122,18 +124,29 @@ def test_every_rank_times_again_also_those_that_hold_no_entries(shards, tmp_path
     """Only rank 0 has the lock's entries; the others must take part, or rank 0 waits for them forever."""
     asked = []
     monkeypatch.setattr(KernelChoices, "retimed", lambda self, seconds: asked.append(seconds) or self)
-    real = loop.select
-    monkeypatch.setattr(loop, "select", lambda *args: replace(real(*args), entries={}, tuned=True))
+    real = start.select
+    monkeypatch.setattr(start, "select", lambda *args: replace(real(*args), entries={}, tuned=True))
     quiet(small(shards, kernels__retune_every=5), tmp_path / "run")
     assert len(asked) == 2
 
 
-def test_where_gradients_are_added_up_no_plan_is_chosen_that_cannot_do_so(shards, tmp_path, monkeypatch):  # noqa: F811
-    asked, real = [], loop.compile_step
-    monkeypatch.setattr(loop, "compile_step", lambda *args, **kwargs: asked.append(kwargs["graphs"]) or real(*args, **kwargs))
-    for name, accumulate in (("one", 1), ("two", 2)):
-        quiet(small(shards, train__steps=1, train__accumulate=accumulate), tmp_path / name)
-    assert asked == [True, False]
+@pytest.mark.parametrize("changes", [{}, dict(train__accumulate=2)], ids=["", "accumulate"])
+def test_the_loops_own_cost_is_measured_after_the_last_checkpoint(shards, tmp_path, changes):  # noqa: F811
+    run = tmp_path / "run"
+    quiet(small(shards, train__steps=6, **changes), run, after=measure_overhead)
+    facts, lines = json.loads((run / "run.json").read_text()), read_log(run / "log.jsonl")
+    assert facts["overhead"]["ratio"] > 0.5 and facts["overhead"]["bare_ms"] > 0 and facts["recipe"]["train"]["steps"] == 6
+    assert lines[-1]["what"] == "overhead" and [line["step"] for line in lines if line["kind"] == "step"][-1] == 6
+
+
+@pytest.mark.parametrize("plan, want", [
+    ("auto", True), ("as it is", False), ("torch.compile", ("torch.compile",)), ("CUDA graph", ("CUDA graph",)),
+])
+def test_a_plan_that_is_named_is_the_only_one_that_is_tried_on_a_gpu(plan, want):
+    run = SimpleNamespace(device="cuda", recipe=made(SMALL | {"kernels.plan": plan}, "small"))
+    assert start.plans_of(run) == want
+    run.device = "cpu"
+    assert start.plans_of(run) is False
 
 
 def test_the_choices_on_record_are_those_of_the_plan_that_runs(shards, tmp_path, monkeypatch):  # noqa: F811
@@ -141,14 +154,14 @@ def test_the_choices_on_record_are_those_of_the_plan_that_runs(shards, tmp_path,
     from whet.train import kernels
 
     monkeypatch.setattr(kernels, "modes_here", lambda: ("eager", "graph"))
-    real = loop.select
+    real = start.select
     by_mode = {"eager": Choices(), "graph": Choices(default="eager")}
-    monkeypatch.setattr(loop, "select", lambda *args: replace(real(*args), by_mode=by_mode))
+    monkeypatch.setattr(start, "select", lambda *args: replace(real(*args), by_mode=by_mode))
     quiet(small(shards, train__steps=1), tmp_path / "run")
     assert "torch" in json.loads((tmp_path / "run" / "run.json").read_text())["choices"].values()
 
 
-def test_without_graphs_no_plan_has_one(monkeypatch):
+def test_only_the_plans_that_are_named_are_tried(monkeypatch):
     from whet import step_plans
     from whet.subjects import Plan
 
@@ -158,9 +171,15 @@ def test_without_graphs_no_plan_has_one(monkeypatch):
     monkeypatch.setattr(step_plans.LoopTrial, "run", lambda self, plan: tried.append(plan.name))
     model = step_plans.LossOf(torch.nn.Linear(2, 2), lambda out: out.sum())
     work = step_plans.LoopWork(model, (torch.ones(1, 2),), optimizer=torch.optim.SGD(model.parameters(), 0.1))
-    for graphs in (True, False):
-        step_plans.choose(work, 0.001, True, graphs)
-    assert tried == ["CUDA graph", "torch.compile", "torch.compile"]
+    for only in ((), ("CUDA graph",), ("torch.compile",), ("torch.compile + CUDA graph",)):
+        tried.append(only)
+        step_plans.choose(work, 0.001, True, only)
+    assert tried == [
+        (), "CUDA graph", "torch.compile", ("CUDA graph",), "CUDA graph", ("torch.compile",), "torch.compile",
+        ("torch.compile + CUDA graph",), "torch.compile",
+    ]
+    with pytest.raises(ValueError, match="plans must be of CUDA graph, torch.compile, .*, got 'graph'"):
+        start.compile_step(model, work.optimizer, plans=["graph"])
 
 
 @pytest.mark.parametrize("text", ["run.keep=0", "run.log_every=-1", "run.save_every=-5", "kernels.retune_every=-1"])

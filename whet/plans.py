@@ -17,7 +17,7 @@ from whet.choices import Choices
 from whet.figures import error_line
 from whet.lock import Lock
 from whet.machine import commit
-from whet.measure import Race, memory_allocated, now, race
+from whet.measure import Race, free_memory, memory_allocated, now, race
 from whet.op import Call
 from whet.race import Outcome, Ratio, Timing, decide, paired, through
 from whet.subjects import BEFORE, Plan, Subject, subject_of
@@ -26,6 +26,7 @@ from whet.verify import judge
 from whet.workload import PRECISIONS
 
 OUT_OF_MEMORY = "out of memory"
+SHARE = 0.4  # of the device's memory that the model as it was may take, so that plans fit beside it
 ROOM = 1.2  # times the most memory that a plan took: what must be free for the next one beside those that wait for the race
 
 
@@ -148,14 +149,26 @@ class Trial:
         self.wrong: set[str] = set()  # plans that failed their check
         self.rounding = subject.rounding(precision)
         self.truth = subject.truth()
-        before = subject.before()
-        self.eager = self.runner(before).evidence()  # the error that eager itself makes at this precision: the budget
+        while not self._begun(subject.before()):
+            free_memory()
+
+    def _begun(self, before: Plan) -> bool:
+        """The model as it was, run and kept for the race; False where it left no room for others, and another can be tried."""
         self.before_result = PlanResult(before, ok=True, speedup=1.0)
-        gc.collect()
-        with _peak(self.before_result, memory_allocated()):
-            self.before = self.runner(before, "float32")
-            self.before.step()
-            self.before.step()
+        try:
+            self.eager = self.runner(before).evidence()  # the error that eager itself makes at this precision: the budget
+            gc.collect()
+            with _peak(self.before_result, memory_allocated()):
+                self.before = self.runner(before, "float32")
+                self.before.step()
+                self.before.step()
+        except torch.OutOfMemoryError:
+            if not self.subject.before_in_less():
+                raise
+            return False
+        if torch.cuda.is_available() and (self.before_result.peak_mb or 0) * 1e6 > SHARE * torch.cuda.mem_get_info()[1]:
+            return not self.subject.before_in_less()
+        return True
 
     def runner(self, plan: Plan, precision: str | None = None) -> PlanRunner:
         fixed = {"eager": Choices(default="eager"), "stock": Choices(), "own": None}

@@ -1,7 +1,7 @@
 """whet.compile_step: forward, backward, clip and optimizer of a training loop, run by the best plan for each shape of batch."""
 
 import contextlib
-from collections.abc import Callable, Hashable, Iterator, Mapping
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -11,7 +11,18 @@ from torch.utils._pytree import tree_flatten, tree_map_only
 
 from whet.diagnose.target import as_inputs
 from whet.figures import error_line
-from whet.step_plans import AS_IT_IS, AddingLoop, CapturedLoop, LoopWork, LossOf, as_graph, ask_by_plan, choose, outside_because
+from whet.step_plans import (
+    AS_IT_IS,
+    PLANS,
+    AddingLoop,
+    CapturedLoop,
+    LoopWork,
+    LossOf,
+    as_graph,
+    ask_by_plan,
+    choose,
+    outside_because,
+)
 from whet.subjects import Plan, compiled_forward
 from whet.swap._state import as_before
 from whet.trackers import log_choices
@@ -62,7 +73,7 @@ class CompiledStep:
 
     def __init__(
         self, model: nn.Module, optimizer: torch.optim.Optimizer, loss: Callable | None, clip: float | None,
-        precision: str | None, seconds: float, log_to: Any, compiled: bool = True, plans: bool = True,
+        precision: str | None, seconds: float, log_to: Any, compiled: bool = True, plans: bool | Sequence[str] = True,
     ):
         if isinstance(model, torch._dynamo.OptimizedModule):
             model = model._orig_mod
@@ -138,7 +149,7 @@ class CompiledStep:
         elif strange is not None:
             plan, why, figures = AS_IT_IS, f"the batch holds a {type(strange).__name__}, whose tensors are not seen", {}
         else:
-            chosen = choose(work, self.seconds, self.compiled)
+            chosen = choose(work, self.seconds, self.compiled, () if self.plans is True else tuple(self.plans))
             plan, why, figures = chosen.plan, chosen.why, chosen.figures
         ask_by_plan(self.model, plan)
         if plan.compiled:
@@ -243,7 +254,8 @@ def described(args: tuple, kwargs: dict) -> str:
 
 def compile_step(
     model: nn.Module, optimizer: torch.optim.Optimizer, loss: Callable | None = None, clip: float | None = None,
-    precision: str | None = None, *, seconds: float = 0.3, log_to: Any = None, compiled: bool = True, plans: bool = True,
+    precision: str | None = None, *, seconds: float = 0.3, log_to: Any = None, compiled: bool = True,
+    plans: bool | Sequence[str] = True,
 ) -> CompiledStep:
     """A training step that runs by the best plan: `loss = step(batch)` is forward, backward, clip and optimizer.
 
@@ -252,7 +264,7 @@ def compile_step(
     precision  "float32", "tf32" or "bfloat16" (autocast); None: whatever the process is set to
     seconds    time to race each plan, once for each shape of batch
     compiled   False: torch.compile is not tried, which takes a minute or more of a large model
-    plans      False: none is tried, and the step runs as it is
+    plans      False: none is tried, and the step runs as it is; ["CUDA graph"]: these alone are
     log_to     a TensorBoard SummaryWriter for the choices; None: the active W&B run, else one line on stdout
     At the first batch of a shape, plans are verified and raced on copies: the step as it is, torch.compile, and on a GPU
     the CUDA graph of each. `step(batch, update=False)` accumulates gradients; `print(step.report)` shows what serves what.
@@ -265,4 +277,6 @@ def compile_step(
         raise ValueError(f"compile_step: precision must be one of {PRECISIONS} or None, got {precision!r}")
     if clip is not None and not clip > 0:
         raise ValueError(f"compile_step: clip must be a norm above 0 or None, got {clip!r}")
+    if unknown := [p for p in plans if p not in PLANS] if not isinstance(plans, bool) else []:
+        raise ValueError(f"compile_step: plans must be of {', '.join(PLANS)}, got {unknown[0]!r}")
     return CompiledStep(model, optimizer, loss, clip, precision, seconds, log_to, compiled, plans)

@@ -19,7 +19,7 @@ from whet.diagnose.target import CannotRun, Target
 from whet.figures import error_line, ms
 from whet.graphs import Graph
 from whet.measure import free_memory
-from whet.plans import OUT_OF_MEMORY, Trial
+from whet.plans import OUT_OF_MEMORY, PlanResult, PlanRunner, Trial
 from whet.subjects import BEFORE, Evidence, Given, Plan, compiled, compiled_forward
 from whet.swap import Journal, Met
 from whet.swap import _memory as memory
@@ -29,6 +29,7 @@ from whet.swap._replace import quiet
 from whet.workload import Workload, asks, quick_collections
 
 AS_IT_IS = Plan("as it is", "", "own")
+PLANS = ("CUDA graph", "torch.compile", "torch.compile + CUDA graph")
 
 
 class LossOf(nn.Module):
@@ -286,7 +287,17 @@ class Loop(Given):
 
 
 class LoopTrial(Trial):
-    """Plans of a loop; what torch.compile made for the loop's other shapes is kept."""
+    """Plans of a loop; what torch.compile made for the loop's other shapes is kept.
+
+    only   the names of those that may be chosen; none: all
+    """
+
+    only: tuple[str, ...] = ()
+
+    def finish(self, result: PlanResult, runner: PlanRunner | None) -> PlanResult:
+        if not self.only or result.name in self.only:
+            return super().finish(result, runner)
+        return result
 
     def let_go(self) -> None:
         gc.collect()
@@ -305,14 +316,14 @@ class ChosenStep:
         return {"chosen": self.plan.name, "why": self.why, "plans": list(self.plans)}
 
 
-def choose(work: LoopWork, seconds: float, compiled: bool = True) -> ChosenStep:
+def choose(work: LoopWork, seconds: float, compiled: bool = True, only: tuple[str, ...] = ()) -> ChosenStep:
     """The best plan of this step, tried on copies. Whatever fails costs plans, never the step."""
     if torch.distributed.is_available() and torch.distributed.is_initialized() and torch.distributed.get_world_size() > 1:
         return ChosenStep(AS_IT_IS, "several processes train together, and plans are tried in one", {})
     modes = [(m, m.training) for m in work.model.modules()]
     try:
         with quiet(work.model), quick_collections():
-            return _choose(work, seconds, compiled)
+            return _choose(work, seconds, compiled, only)
     except Exception as e:
         return ChosenStep(AS_IT_IS, f"no other plan could be tried: {error_line(e)}", {})
     finally:
@@ -321,14 +332,16 @@ def choose(work: LoopWork, seconds: float, compiled: bool = True) -> ChosenStep:
         free_memory()
 
 
-def _choose(work: LoopWork, seconds: float, compiled: bool) -> ChosenStep:
+def _choose(work: LoopWork, seconds: float, compiled: bool, only: tuple[str, ...]) -> ChosenStep:
     subject = Loop(Target(
         work.model, work.args, work.kwargs, optimizer=work.optimizer, precision=work.precision, clip=work.clip,
         name="compile_step",
     ))
     trial = LoopTrial(subject, work.precision or "float32", seconds)
+    trial.only = only
+    trial.graphs &= not only or any("+ CUDA graph" in name for name in only)
     for plan in subject.plans():
-        if compiled or not plan.compiled:
+        if (compiled or not plan.compiled) and (not only or any(name.startswith(plan.name) for name in only)):
             trial.run(plan)
     trial.heat()
     found = trial.outcome()

@@ -14,6 +14,7 @@ from whet.choices import Choices, Recorder
 from whet.diagnose.target import CannotRun, Target, raised_at, resolve
 from whet.figures import error_line
 from whet.machine import this_machine
+from whet.measure import free_memory
 from whet.models import Model, Recipe, find, recipe_of
 from whet.op import Call
 from whet.swap import Journal, Met
@@ -53,7 +54,7 @@ class BuiltIn:
     stored                  whether the name and the config say all of it, so that the lock's result may be used again
     """
 
-    kind, stored = "train", True
+    kind, stored, lean = "train", True, False
 
     def __init__(self, model: Model, config, recipe: Recipe, name: str = "", device: str = ""):
         self.model, self.sizes, self.recipe, self.name = model, config, recipe, name or model.name
@@ -66,8 +67,16 @@ class BuiltIn:
         return {n: p.detach().to(self.device) for n, p in built.named_parameters()}
 
     def before(self) -> Plan:
-        """As it runs without whet."""
-        return Plan(BEFORE, self.model.plain, "eager")
+        """As it runs without whet: plain formulas, or PyTorch's own calls where memory does not hold those."""
+        return Plan(BEFORE, self.model.stock, "stock") if self.lean else Plan(BEFORE, self.model.plain, "eager")
+
+    def before_in_less(self) -> bool:
+        """From now on before() takes less memory; False: it cannot."""
+        if self.lean:
+            return False
+        self.notes.append("before is the eager model with PyTorch's own calls: plain formulas take more memory than there is")
+        self.lean = True
+        return True
 
     def plans(self) -> list[Plan]:
         """Simplest first: a tie keeps the earlier. Each is also tried under a CUDA graph where there is a GPU."""
@@ -109,13 +118,42 @@ class BuiltIn:
         return self.model.canonical(self.sizes, gradients)
 
 
-def oracle(model: Model, config, recipe: Recipe, weights: dict, device: str) -> Evidence:
-    """Loss and gradients of the plain variant in float64."""
+def oracle(model: Model, config, recipe: Recipe, weights: dict, device: str, rows: int | None = None) -> Evidence:
+    """Loss and gradients of the plain variant in float64.
+
+    rows   of the batch that run at once; None: all of them, and fewer where memory does not hold that
+    """
     module = model.build(config, model.plain, Choices(default="eager")).to(device)
     with torch.no_grad():
         for name, p in module.named_parameters():
             p.copy_(weights[name])
-    return Workload(module.double(), (), model.batch(config, recipe, device)).evidence()
+    work, batch = Workload(module.double()), model.batch(config, recipe, device)
+    at_once = rows or recipe.batch
+    while True:
+        try:
+            return in_parts(work, batch, at_once)
+        except torch.OutOfMemoryError:
+            if rows or at_once == 1:
+                raise
+        work.clear()
+        free_memory()
+        at_once = next(n for n in range(at_once // 2, 0, -1) if recipe.batch % n == 0)
+
+
+def in_parts(work: Workload, batch: dict, rows: int) -> Evidence:
+    """The evidence of a loss that is the mean over all rows of a batch, from equal parts of them."""
+    whole = len(next(iter(batch.values())))
+    if whole == rows:
+        work.kwargs = batch
+        return work.evidence()
+    work.clear()
+    losses = []
+    for part in zip(*(t.split(rows) for t in batch.values())):
+        loss = work.model(**dict(zip(batch, part))) * (rows / whole)
+        loss.backward()
+        losses.append(loss.detach())
+    work.kwargs = {}
+    return work.evidence(lambda: torch.stack(losses).sum())
 
 
 def refuse_broken_weights(name: str, module: nn.Module) -> None:
@@ -202,6 +240,9 @@ class Given:
 
     def before(self) -> Plan:
         return Plan(BEFORE, "", "own")
+
+    def before_in_less(self) -> bool:
+        return False
 
     def plans(self) -> list[Plan]:
         tuned = [Plan("eager + choices", "", "tuned")] if self.asks else []

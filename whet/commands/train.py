@@ -16,6 +16,10 @@ Settings = Annotated[list[str] | None, typer.Option(
 )]
 Resume = Annotated[bool, typer.Option("--resume", help="Go on from the newest good checkpoint of --run (default off).")]
 
+Overhead = Annotated[bool, typer.Option(
+    "--overhead", help="At the end, time the loop against the bare plan of its step (default off).",
+)]
+
 
 def command(
     recipe: Name = "",
@@ -26,6 +30,7 @@ def command(
     tune: Annotated[bool | None, typer.Option(help="Choose kernels before step 0 (default: where there is a GPU).")] = None,
     retune_every: Annotated[int, typer.Option(min=0, help="Time the choices again every N steps (default 0: never).")] = 0,
     lock: Annotated[str | None, typer.Option(metavar="FILE", help="The lock (default $WHET_LOCK, else whet.lock).")] = None,
+    overhead: Overhead = False,
     page: Annotated[bool, typer.Option(help="Write page.html into the run's folder at the end.")] = True,
     as_json: Json = False,
 ):
@@ -40,7 +45,7 @@ def command(
         given = settings_of(recipe, settings, tune, retune_every)
         if resume and not run:
             raise ValueError("train: --resume needs --run NAME, the run to go on with")
-        outcome = trained(recipe, given, (runs, run), resume, lock, as_json)
+        outcome = trained(recipe, given, (runs, run), resume, lock, as_json, overhead)
         if page and first_process():
             from whet.train.runs import write_page
 
@@ -64,13 +69,16 @@ def settings_of(recipe: str, settings: list[str] | None, tune: bool | None, retu
     return given | ({"kernels.retune_every": retune_every} if retune_every else {})
 
 
-def trained(recipe: str, given: dict, where: tuple[str, str], resume: bool, lock: str | None, as_json: bool) -> "TrainOutcome":
+def trained(
+    recipe: str, given: dict, where: tuple[str, str], resume: bool, lock: str | None, as_json: bool, overhead: bool
+) -> "TrainOutcome":
     """where: the folder of all runs, and this one's name or nothing."""
     from pathlib import Path
 
     from whet.lock import Lock, lock_path
     from whet.machine import this_machine
     from whet.train.loop import train
+    from whet.train.overhead import measure_overhead
     from whet.train.recipe import read
 
     device = this_machine().device
@@ -83,7 +91,8 @@ def trained(recipe: str, given: dict, where: tuple[str, str], resume: bool, lock
         say(f"no GPU here, so by the recipe's table [cpu]: {size}")
     folder = Path(where[0]) / (where[1] or f"{found.name}-{stamp()}")
     with progress_bar(shown) as progress:
-        return train(found, folder, resume, Lock.read(lock_path(lock)), say, progress)
+        after = measure_overhead if overhead else (lambda run: None)
+        return train(found, folder, resume, Lock.read(lock_path(lock)), say, progress, after)
 
 
 def first_process() -> bool:

@@ -55,7 +55,8 @@ def signed(value: float, unit: str) -> str:
 ARMS = (
     Column("arm"), Column("seeds", "{:,}"), Column("parameters", count, 2), Column("steps", "{:,}", 1),
     Column("tokens", count, 1), Column("time", str, 1), Column("tokens/s", str), Column("step ms", str),
-    Column("MFU", "{:.0%}", 3), Column("peak MiB", "{:,.0f}"), Column("val loss", str),
+    Column("MFU", "{:.0%}", 3), Column("peak MiB", "{:,.0f}"), Column("loop over plan", "{:.3f}x", 3),
+    Column("val loss", str),
 )
 
 
@@ -65,6 +66,7 @@ def arms_table(c: dict) -> Table:
         table.add(
             a["name"], len(a["runs"]), a["parameters"], a["steps"], a["tokens"], duration(a["time_s"]["mean"]),
             spread(a["tok_s"], "tok_s"), spread(a["ms"], "ms"), a["mfu"]["mean"], a["memory_mib"],
+            a.get("overhead", {}).get("mean"),
             spread(a["final_loss"], "loss"),
         )
     return table

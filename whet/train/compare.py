@@ -225,7 +225,9 @@ def summary(arm: Arm) -> dict:
         "steps": min(r.steps[-1].step for r in arm.runs), "tokens": min(r.steps[-1].tokens for r in arm.runs),
         "time_s": sample(r.steps[-1].time_s for r in arm.runs), "tok_s": sample(r.median("tok_s") for r in arm.runs),
         "ms": sample(r.median("ms") for r in arm.runs), "mfu": sample(r.median("mfu") for r in arm.runs),
-        "memory_mib": max(memory) if memory else None, "final_loss": sample(r.final_loss for r in arm.runs),
+        "memory_mib": max(memory) if memory else None,
+        "overhead": sample(table(r.facts, "overhead").get("ratio") for r in arm.runs),
+        "final_loss": sample(r.final_loss for r in arm.runs),
     }
 
 

@@ -18,7 +18,7 @@ from whet.train.schedule import Schedule
 
 FOLDER = Path(__file__).parent.parent.parent / "recipes"
 PRECISIONS = ("float32", "tf32", "bfloat16", "bfloat16-weights")
-PLANS = ("auto", "as it is")
+PLANS = ("auto", "as it is", "CUDA graph", "torch.compile", "torch.compile + CUDA graph")
 DIST = ("", "ddp", "fsdp")
 WANDB = ("", "online", "offline")
 
@@ -69,7 +69,10 @@ class DataPart:
 
 @dataclass(frozen=True)
 class KernelsPart:
-    """tune: kernels are chosen before step 0; empty: on a GPU. force: {op: impl}. retune_every: steps, 0: never."""
+    """tune: kernels are chosen before step 0; empty: on a GPU. force: {op: impl}. retune_every: steps, 0: never.
+
+    plan: auto tries all; another is the only one that is tried
+    """
 
     tune: bool | None = None
     plan: str = "auto"

@@ -1,0 +1,82 @@
+"""What the loop costs on top of the bare plan of its step: data, schedule, reading of losses, log."""
+
+import statistics
+import tempfile
+from dataclasses import replace
+from pathlib import Path
+
+import torch
+
+from whet.measure import now
+from whet.race import paired
+from whet.train.log import RunLog
+from whet.train.loop import Pending, flushed, one_step
+from whet.train.runs import read_facts
+from whet.train.schedule import set_lr
+from whet.train.start import Training
+
+ROUNDS = 20
+AT_LEAST_S = 0.2  # of each round
+
+
+def loop_overhead(run: Training, rounds: int = ROUNDS) -> dict:
+    """Rounds of steps by the loop and of the bare plan on one batch, in turns: milliseconds of each, and their ratio.
+
+    The weights go on being trained: it is for the end of a run, after its last checkpoint.
+    """
+    every = run.recipe.run.log_every or 10
+    steps = every * max(1, round(AT_LEAST_S * run.step / max(1e-9, run.time_s * every)))
+    times: dict[str, list[float]] = {"loop": [], "bare": []}
+    with tempfile.TemporaryDirectory() as elsewhere:
+        run = replace(run, log=RunLog(Path(elsewhere), True, lambda text: None))
+        for _ in range(rounds):
+            for name, segment in (("loop", by_the_loop), ("bare", bare)):
+                synchronize(run)
+                began = now()
+                segment(run, steps, every)
+                synchronize(run)
+                times[name].append(1e3 * (now() - began) / steps)
+    over = paired(times["loop"], times["bare"])
+    found = {f"{name}_ms": round(statistics.median(ms), 4) for name, ms in times.items()}
+    ratio = {"ratio": round(over.value, 4), "low": round(over.low, 4), "high": round(over.high, 4)}
+    return found | ratio | {"steps": steps, "rounds": rounds}
+
+
+def measure_overhead(run: Training) -> None:
+    """loop_overhead, into run.json and to whoever watches. Rank 0 alone has the log; every rank runs the steps."""
+    found = loop_overhead(run)
+    text = f"the loop takes {found['loop_ms']:.3f} ms a step, its bare plan {found['bare_ms']:.3f}: {found['ratio']:.4f}x"
+    run.log.event(run.step, "overhead", f"{text} ({found['low']:.4f} to {found['high']:.4f})")
+    if run.world.rank == 0:
+        run.log.facts(read_facts(run.log.folder) | {"overhead": found})
+
+
+def synchronize(run: Training) -> None:
+    if run.device == "cuda":
+        torch.cuda.synchronize()
+
+
+def by_the_loop(run: Training, steps: int, every: int) -> None:
+    """As loop.looped does it, without evaluations and checkpoints."""
+    pending, began, last = list[Pending](), now(), run.recipe.train.steps - 1
+    for i in range(steps):
+        lr = set_lr(run.optimizer, run.recipe.schedule, last)
+        pending.append((run.step, one_step(run), lr))
+        if run.device == "cpu" or (i + 1) % every == 0:
+            flushed(run, pending, began, True)
+            pending, began = [], now()
+
+
+def bare(run: Training, steps: int, every: int) -> None:
+    """The plan alone, on a batch that is there."""
+    assert run.stepper is not None
+    served = next(iter(run.stepper.served.values()))
+    adds = run.recipe.train.accumulate
+    for _ in range(steps):
+        for i in range(adds):
+            if served.adding is not None:
+                served.adding(i == 0, i == adds - 1)
+            elif served.graph is not None:
+                served.graph()
+            else:
+                run.stepper(run.example, update=i == adds - 1)
