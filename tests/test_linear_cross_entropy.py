@@ -35,12 +35,12 @@ def test_many_chunks_meet_the_budget_of_one(case, dtype, sums, monkeypatch):
     assert verdict.ok, verdict.why
 
 
-@pytest.mark.parametrize("M", [0, 1, 127, 128, 129, 1000, 8192])
+@pytest.mark.parametrize("M", [0, 1, 127, 128, 129, 1000, 8192, 32768])
 @pytest.mark.parametrize("row_bytes, w_bytes", [(100608, 77266944), (303872, 311164928), (2 << 30, 1 << 20), (16, 16)])
 def test_chunks_cover_every_row_once_within_memory(M, row_bytes, w_bytes):
     cuts = MODULE.chunks(M, row_bytes, w_bytes)
     assert [row for cut in cuts for row in range(cut.start, cut.stop)] == list(range(M))
-    room = max(MODULE.CHUNK_BYTES, w_bytes)
+    room = max(MODULE.CHUNK_BYTES, w_bytes, min(M * row_bytes // 8, MODULE.MANY_BYTES))
     assert all((cut.stop - cut.start) * row_bytes <= room or cut.stop - cut.start == 1 for cut in cuts)
     if len(cuts) > 1 and room // row_bytes >= 128:
         assert all((cut.stop - cut.start) % 128 == 0 for cut in cuts[:-1])

@@ -24,6 +24,7 @@ from whet.choices import Choices, current
 from whet.models import Model, Recipe
 from whet.models.tiny_llama import batch
 from whet.op import autocast_of
+from whet.ops.activated_linear import act
 from whet.ops.rope import tables
 
 VARIANTS = {"plain": (), "stock": ("qkv",), "tuned": ("qkv", "gate_up")}  # what each has in one projection
@@ -155,10 +156,9 @@ class GPT2Block(nn.Module):
             halves = ["gate_up"] if "gate_up" in self.fused else ["gate", "up"]
             return self.project("down", ops.swiglu(*(self.project(name, y, ops) for name in halves)), ops)
         x = self.project("up", y, ops)
-        if kind in ("gelu", "gelu_tanh"):
-            x = ops.gelu(x, "tanh" if kind == "gelu_tanh" else "none")
-        else:
-            x = F.relu(x).square() if kind == "relu2" else F.silu(x)
+        if self.down.bias is None:
+            return ops.activated_linear(x, self.down.weight, kind)
+        x = ops.gelu(x, "tanh" if kind == "gelu_tanh" else "none") if "gelu" in kind else act(x, kind)
         return self.project("down", x, ops)
 
     def forward(self, h, delta, rotation, ones, ops):
@@ -237,7 +237,7 @@ class GPT2(nn.Module):
 
     def loss(self, y, labels):
         """The mean cross-entropy of labels, which the padded rows have no part in."""
-        w = (self.head or self.embed).weight
+        w, y = (self.head or self.embed).weight, y.to(autocast_of(y) or y.dtype)  # as the product takes it
         if self.c.softcap is None:
             return self.ops.linear_cross_entropy(y, w, labels, b=None if self.off is None else self.off.to(y.dtype))
         return self.ops.linear_cross_entropy(y, w[: self.c.vocab], labels, softcap=self.c.softcap)
@@ -386,7 +386,7 @@ SIZES = {
     "d12-mqa": GPT2Config(kv_heads=1),
     "d12-swiglu": GPT2Config(activation="swiglu", mlp_ratio=8 / 3),
     "d12-hybrid": GPT2Config(pattern="SSSL"),
-    "d12-fast": GPT2Config(kv_heads=4, mlp_ratio=3.0, activation="relu2"),
+    "d12-fast": GPT2Config(kv_heads=4, mlp_ratio=3.0, activation="relu2", pattern="SSSL"),
     "llm-med": GPT2Config(vocab=49152, width=384, layers=6, heads=8, kv_heads=8, activation="silu", qk_norm=False),
     "hf": GPT2Config(activation="gelu_tanh", positions="learned", norm="layer", qk_norm=False, bias=True, eps=1e-5),
     "tiny": GPT2Config(vocab=257, width=128, layers=4, heads=4, kv_heads=4),

@@ -1,8 +1,8 @@
 """linear_cross_entropy: the loss of the last layer, x @ w.T + b and cross_entropy in one, without ever holding all logits.
 
 Fuses   the projection, the softmax and both gradients: logits live in one chunk of rows at a time.
-Moves   three matrix products, and each chunk of logits four times over; no M*V buffer. Extra memory: a
-        chunk (CHUNK_BYTES, or w's size where that is more), dx and dw. Where V is misaligned also a copy of w with rows of
+Moves   three matrix products, and each chunk of logits four times over; no M*V buffer. Extra memory: a chunk (CHUNK_BYTES, w's
+        size, or MANY_BYTES where rows are many), dx and dw. Where V is misaligned also a copy of w with rows of
         zeros, read and written once a walk over the chunks and held for that walk alone: of a vocabulary of 50257 all three
         products are 50304 wide. An aligned V has no copy; nor has a misaligned D, with which no product has only aligned rows.
 Rounds  logits to x's dtype, as F.linear does; the softmax in fp32; its gradient, unscaled, to x's dtype. dx is rounded after
@@ -29,6 +29,7 @@ from whet.torch_ops import Fused
 from whet.values import families
 
 CHUNK_BYTES = 224 << 20  # 2048 bf16 rows at vocabulary 50304, four chunks of 8192: products stay large
+MANY_BYTES = 448 << 20  # 4096 such rows, eight chunks of 32768
 ACCUMULATOR_BYTES = 256 << 20  # an fp32 dw above this would cost more than the logits chunk
 COLUMNS = 16  # logits rows lie a multiple apart: whole vectors for the row kernels, which Triton sees in multiples of 16
 
@@ -109,8 +110,9 @@ def chunks(M: int, row_bytes: int, w_bytes: int) -> list[slice]:
     """Rows cut evenly into as few chunks as memory allows, each a multiple of 128 rows where it can be.
 
     A chunk may be as large as w for free: the backward holds dw twice, as summed and as returned. A padded w comes on top.
+    Each chunk reads and writes the sum of dw, 190 rows' worth of time: of many rows a chunk is an eighth, up to MANY_BYTES.
     """
-    most = max(1, max(CHUNK_BYTES, w_bytes) // row_bytes)
+    most = max(1, max(CHUNK_BYTES, w_bytes, min(M * row_bytes // 8, MANY_BYTES)) // row_bytes)
     unit = 128 if most >= 128 else 1
     step = M if most >= M else triton.cdiv(triton.cdiv(M, triton.cdiv(M, most // unit * unit)), unit) * unit
     return [slice(start, min(start + step, M)) for start in range(0, M, max(1, step))]
