@@ -201,7 +201,7 @@ class Trial:
         if not torch.cuda.is_available():
             return True
         free = torch.cuda.mem_get_info()[0] + torch.cuda.memory_reserved() - torch.cuda.memory_allocated()
-        return free > ROOM * max((r.peak_mb or 0.0 for r in self.results.values()), default=0.0) * 1e6
+        return free > ROOM * max(r.peak_mb or 0.0 for r in (self.before_result, *self.results.values())) * 1e6
 
     def prepare(self, plan: Plan, runner: PlanRunner | None = None, origin: int | None = None) -> Prepared:
         """Build (or capture), compile and warm up: the part of a plan that may be done while others use the GPU."""
