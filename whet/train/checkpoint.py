@@ -17,43 +17,34 @@ import re
 import secrets
 import shutil
 import warnings
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from itertools import zip_longest
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
-from safetensors import SafetensorError, safe_open
+from safetensors import SafetensorError
 from torch import Tensor, nn
 
 from whet.lock_file import only_writer
 from whet.train.optim import Ema, describe, restore, state_tensors
+from whet.train.stored import CheckpointError, StoredTensors, packed
 
 FORMAT = 1
 MODEL, OPTIMIZER, RNG, EMA = (f"{name}.safetensors" for name in ("model", "optimizer", "rng", "ema"))
 STATE, DONE = "state.json", "done.json"
 NEEDED = {MODEL, OPTIMIZER, RNG, STATE}
 NAME, TEMPORARY = re.compile(r"step-(\d{8,})"), re.compile(r"\.step-(\d{8,})-[0-9a-f]{16}\.tmp")
-DTYPES = {
-    torch.float64: "F64", torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16", torch.int64: "I64",
-    torch.int32: "I32", torch.int16: "I16", torch.int8: "I8", torch.uint8: "U8", torch.bool: "BOOL",
-    torch.float8_e4m3fn: "F8_E4M3", torch.float8_e5m2: "F8_E5M2",
-}
-
-
-class CheckpointError(ValueError):
-    """A checkpoint could not be written, or may not be loaded; the message is one line."""
-
-
 def save(
     folder: str | Path, step: int, model: nn.Module, optimizer: torch.optim.Optimizer, state: dict, ema: Ema | None = None,
-    keep: int | None = 3,
+    keep: int | None = 3, elsewhere: StoredTensors | None = None,
 ) -> Path:
     """Write the checkpoint of a step; the folder that it is.
 
-    state   what the loop wants back: tokens, position in the data, losses, choices, recipe; anything that JSON holds
-    keep    how many of the newest stay; None: all. None is removed before the new one is complete
+    state       what the loop wants back: tokens, position in the data, losses, choices, recipe; anything that JSON holds
+    keep        how many of the newest stay; None: all. None is removed before the new one is complete
+    elsewhere   has the values of tensors that are sharded over processes
     """
     folder, where = Path(folder), Path(folder) / f"step-{step:08d}"
     if isinstance(step, bool) or not isinstance(step, int) or step < 0 or keep is not None and keep < 1:
@@ -66,9 +57,10 @@ def save(
         text = json.dumps(doc | {"optimizer": describe(model, optimizer)}, indent=1).encode()
     except (TypeError, ValueError) as e:
         raise CheckpointError(f"checkpoint: state and optimizer settings must be what JSON holds: {e}") from None
-    contents = {MODEL: _packed(weights), OPTIMIZER: _packed(state_tensors(optimizer)), RNG: _packed(_random_states())}
+    contents = {MODEL: packed(weights, elsewhere), OPTIMIZER: packed(state_tensors(optimizer), elsewhere)}
+    contents[RNG] = packed(_random_states())
     if ema is not None:
-        contents[EMA] = _packed(ema.tensors)
+        contents[EMA] = packed(ema.tensors)
     contents[STATE] = iter([text])
     try:
         folder.mkdir(parents=True, exist_ok=True)
@@ -128,25 +120,6 @@ def _sync(folder: Path) -> None:
         os.fsync(fd)
     finally:
         os.close(fd)
-
-
-def _packed(tensors: Mapping[str, Tensor]) -> Iterator[Any]:
-    """The bytes of a safetensors file, one tensor after the other: hashed as they are written, and an OSError stays one."""
-    header, at = {}, 0
-    order = sorted(tensors, key=lambda name: -tensors[name].element_size())  # each at a multiple of its size
-    for name in order:
-        t = tensors[name]
-        if t.dtype not in DTYPES:
-            raise CheckpointError(f"checkpoint: {name} is in {t.dtype}, which safetensors does not hold")
-        end = at + t.numel() * t.element_size()
-        header[name] = {"dtype": DTYPES[t.dtype], "shape": list(t.shape), "data_offsets": [at, end]}
-        at = end
-    text = json.dumps(header).encode()
-    text += b" " * (-len(text) % 8)
-    yield len(text).to_bytes(8, "little") + text
-    for name in order:
-        array: Any = tensors[name].detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy()
-        yield memoryview(array)
 
 
 def _weights(model: nn.Module) -> tuple[dict[str, Tensor], dict[str, str]]:
@@ -291,35 +264,6 @@ def _refused(path: Path, why: str, fits: Callable[[Path], bool] = lambda path: T
     ))
 
 
-class StoredTensors:
-    """The tensors of one safetensors file, read when asked for."""
-
-    def __init__(self, path: Path):
-        self.name, self.file = path.name, safe_open(path, framework="pt")
-        self.facts = {k: (s.get_shape(), s.get_dtype()) for k in self.file.keys() for s in [self.file.get_slice(k)]}  # noqa: SIM118
-
-    def misfit(self, wanted: Mapping[str, Tensor], what: str) -> str:
-        """The first difference from what is wanted, in words; empty where there is none."""
-        if more := [k for k in self.facts if k not in wanted]:
-            return f"{self.name} has {sorted(more)[0]}, which {what} does not have"
-        for name, t in wanted.items():
-            shape, dtype = self.facts.get(name, (None, ""))
-            if shape is None:
-                return f"{what} has {name}, which {self.name} does not have"
-            if shape != list(t.shape):
-                return f"{name} has shape {tuple(shape)} in {self.name} and {tuple(t.shape)} in {what}"
-            if dtype != DTYPES.get(t.dtype):
-                return f"{name} is {dtype} in {self.name} and {DTYPES.get(t.dtype)} in {what}"
-        return ""
-
-    def all(self) -> dict[str, Tensor]:
-        return {name: self.file.get_tensor(name) for name in self.facts}
-
-    def into(self, wanted: Mapping[str, Tensor]) -> None:
-        for name, t in wanted.items():
-            t.copy_(self.file.get_tensor(name))
-
-
 def _foreign(path: Path, model: nn.Module) -> str:
     """How the weights differ from the model's; empty where they fit."""
     weights, tied = _weights(model)
@@ -351,10 +295,14 @@ def _ema_differs(stored: StoredTensors | None, ema: Ema | None) -> str:
     return stored.misfit(ema.tensors, "the average")
 
 
-def load(path: str | Path, model: nn.Module, optimizer: torch.optim.Optimizer | None, ema: Ema | None = None) -> dict:
+def load(
+    path: str | Path, model: nn.Module, optimizer: torch.optim.Optimizer | None, ema: Ema | None = None,
+    fill_sharded: Callable[[Path, Mapping[str, Tensor]], Collection[str]] = lambda path, wanted: (),
+) -> dict:
     """Weights, optimizer, averages and random numbers as they were; the state that save was given, and the step.
 
-    optimizer   None: the weights alone, as for generation, and the averages where ema= is given
+    optimizer      None: the weights alone, as for generation, and the averages where ema= is given
+    fill_sharded   fills those of these tensors that are sharded over processes from the checkpoint; their names
     Every tensor is filled in the memory that it has. Nothing is changed where anything does not fit.
     """
     path = Path(path)
@@ -372,12 +320,14 @@ def load(path: str | Path, model: nn.Module, optimizer: torch.optim.Optimizer | 
         if why:
             raise _refused(path, why)
         with torch.no_grad():
-            weights.into(_weights(model)[0])
+            mine = _weights(model)[0]
+            filled = fill_sharded(path, mine | ({} if optimizer is None else state_tensors(optimizer)))
+            weights.into(mine, filled)
             if average is not None and ema is not None:
                 average.into(ema.tensors)
             if optimizer is not None:
-                restore(optimizer, doc["optimizer"], optimizer_state.all())
-                _set_random_states(states.all())
+                restore(optimizer, doc["optimizer"], optimizer_state.but(filled))
+                _set_random_states(states.but())
     except (SafetensorError, KeyError, json.JSONDecodeError) as e:
         raise _refused(path, f"it is no checkpoint of whet's: {type(e).__name__}: {e}") from None
     return doc["state"] | {"step": doc["step"]}

@@ -1,12 +1,13 @@
 """Several processes that train one model: torch's own DDP or FSDP2, started by torchrun.
 
-One process is the plain case of the same calls. Checkpoints are whole tensors, written by rank 0 and cut anew at loading, so
-that a run goes on with any number of processes; torch.distributed.checkpoint would keep its metadata as a pickle.
+One process is the plain case of the same calls. A checkpoint holds whole tensors, so that a run goes on with any number of
+processes. Shares of tensors are written and read by torch.distributed.checkpoint as safetensors: its own format keeps metadata
+as a pickle.
 """
 
-import collections
 import contextlib
 import os
+import shutil
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -14,10 +15,17 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+import torch.distributed.checkpoint as torch_checkpoint
 from torch import nn
-from torch.distributed.tensor import DTensor, distribute_tensor
+from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageReader, HuggingFaceStorageWriter
+from torch.distributed.fsdp import FSDPModule
+from torch.distributed.tensor import DTensor
 
 from whet.train import checkpoint
+from whet.train.optim import state_tensors
+from whet.train.stored import StoredTensors
+
+SHARES = ".shares"  # beside checkpoints, while one is written
 
 
 @dataclass(frozen=True)
@@ -56,17 +64,54 @@ class Processes:
     def save(
         self, folder: Path, step: int, model: nn.Module, optimizer: torch.optim.Optimizer, state: Mapping, ema: Any, keep: int
     ) -> None:
-        """Rank 0 writes whole tensors; nobody goes on before it is done."""
-        with whole(model, optimizer):
+        """Rank 0 writes whole tensors, put together from what each process wrote; nobody goes on before it is done."""
+        for unit in model.modules():
+            if isinstance(unit, FSDPModule):
+                unit.reshard()
+        with shares_written(folder / SHARES, sharded(model, optimizer), self.rank) as elsewhere:
             if self.rank == 0:
-                checkpoint.save(folder, step, plain(model), optimizer, dict(state), ema, keep)
+                checkpoint.save(folder, step, plain(model), optimizer, dict(state), ema, keep, elsewhere)
         if self.size > 1:
             dist.barrier()
 
     def load(self, path: Path, model: nn.Module, optimizer: torch.optim.Optimizer, ema: Any) -> dict:
-        """Every process reads whole tensors and keeps its share."""
-        with whole(model, optimizer, back=True):
-            return checkpoint.load(path, plain(model), optimizer, ema)
+        """Every process reads what it keeps: all, or its share."""
+        return checkpoint.load(path, plain(model), optimizer, ema, fill_shares)
+
+
+def sharded(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, DTensor]:
+    """Parameters and state that each process has a share of, by their names in a checkpoint."""
+    named = {**dict(plain(model).named_parameters()), **state_tensors(optimizer)}
+    return {name: t for name, t in named.items() if isinstance(t, DTensor)}
+
+
+@contextlib.contextmanager
+def shares_written(scratch: Path, tensors: Mapping[str, DTensor], rank: int) -> Iterator[StoredTensors | None]:
+    """By torch.distributed.checkpoint: each process writes its shares, rank 0 joins the files; what it needs is one tensor.
+
+    What is left of a save that was killed is removed first. None where nothing is sharded.
+    """
+    if not tensors:
+        yield None
+        return
+    if rank == 0:
+        shutil.rmtree(scratch, ignore_errors=True)
+    dist.barrier()
+    try:
+        writer = HuggingFaceStorageWriter(str(scratch), save_distributed=True, enable_consolidation=True)
+        torch_checkpoint.save(dict(tensors), storage_writer=writer)
+        yield StoredTensors(next(scratch.glob("*.safetensors"))) if rank == 0 else None
+    finally:
+        if rank == 0:
+            shutil.rmtree(scratch, ignore_errors=True)
+
+
+def fill_shares(path: Path, wanted: Mapping[str, torch.Tensor]) -> list[str]:
+    """Of a checkpoint's safetensors each process reads the slices that it has a share of; no pickle is loaded."""
+    shares = {name: t for name, t in wanted.items() if isinstance(t, DTensor)}
+    if shares:
+        torch_checkpoint.load(dict(shares), storage_reader=HuggingFaceStorageReader(str(path)))
+    return list(shares)
 
 
 def shard(model: nn.Module, device: str, size: int) -> None:
@@ -79,61 +124,6 @@ def shard(model: nn.Module, device: str, size: int) -> None:
         for block in blocks:
             fully_shard(block, mesh=mesh)
     fully_shard(model, mesh=mesh)
-
-
-@contextlib.contextmanager
-def whole(model: nn.Module, optimizer: torch.optim.Optimizer, back: bool = False) -> Iterator[None]:
-    """While it is on, sharded parameters and their optimizer's state are whole tensors; back: then sharded from those.
-
-    FSDP's hooks of state_dict(), which would put the shards back, are off meanwhile.
-    """
-    units: list[Any] = [m for m in model.modules() if hasattr(m, "reshard")]
-    for unit in units:
-        unit.reshard()
-    sharded: list[tuple[nn.Module, str, Any]] = [
-        (m, name, p) for m in model.modules() for name, p in m._parameters.items() if isinstance(p, DTensor)
-    ]
-    if not sharded:
-        yield
-        return
-    made = {id(p): nn.Parameter(p.full_tensor().detach(), p.requires_grad) for _, _, p in sharded}
-    hooks = [(unit, unit._state_dict_pre_hooks) for unit in units]
-    by_id, states = {id(p): p for _, _, p in sharded}, dict(optimizer.state)
-    groups = [list(group["params"]) for group in optimizer.param_groups]
-    for unit in units:
-        unit._state_dict_pre_hooks = collections.OrderedDict()
-    for module, name, p in sharded:
-        module._parameters[name] = made[id(p)]
-    for group in optimizer.param_groups:
-        group["params"] = [made.get(id(p), p) for p in group["params"]]
-    for key, p in by_id.items():
-        kept = states.get(p, {})
-        optimizer.state[made[key]] = {k: t.full_tensor() if isinstance(t, DTensor) else t for k, t in kept.items()}
-        optimizer.state.pop(p, None)
-    try:
-        yield
-        if back:
-            for key, p in by_id.items():
-                fill(p, made[key].detach())
-                for name, t in optimizer.state[made[key]].items():
-                    fill(states[p][name], t)
-    finally:
-        for unit, kept in hooks:
-            unit._state_dict_pre_hooks = kept
-        for module, name, p in sharded:
-            module._parameters[name] = p
-        for group, params in zip(optimizer.param_groups, groups):
-            group["params"] = params
-        optimizer.state.clear()
-        optimizer.state.update(states)
-
-
-@torch.no_grad()
-def fill(mine: torch.Tensor, value: torch.Tensor) -> None:
-    """Put a whole tensor, which every process holds, where this process has its share of it, or all."""
-    if isinstance(mine, DTensor):
-        value = distribute_tensor(value, mine.device_mesh, mine.placements, src_data_rank=None)
-    mine.copy_(value)
 
 
 def plain(model: nn.Module) -> nn.Module:
