@@ -4,7 +4,6 @@ import json
 import math
 
 import pytest
-import torch
 from test_train_loop import losses, quiet, shards, small  # noqa: F401
 
 from whet.lock import Lock
@@ -12,7 +11,8 @@ from whet.train import loop
 from whet.train.log import read_log
 from whet.train.overhead import measure_overhead
 
-GRAPH = {"kernels__plan": "CUDA graph", "train__steps": 12, "train__seq_len": 64, "model__width": 128}
+GRAPH = {"kernels__plan": "CUDA graph", "kernels__tune": False, "train__steps": 12, "train__seq_len": 64, "model__width": 128}
+TUNED = GRAPH | {"kernels__tune": True}
 
 
 @pytest.fixture(scope="module")
@@ -33,7 +33,8 @@ def close(a: list, b: list) -> bool:
 @pytest.mark.gpu
 @pytest.mark.parametrize("changes", [
     {}, dict(train__accumulate=2), dict(train__optimizer="muon"), dict(train__ema=0.9), dict(train__checkpointed_blocks=-1),
-], ids=["", "accumulate", "muon", "ema", "checkpointed"])
+    dict(kernels__tune=True),
+], ids=["", "accumulate", "muon", "ema", "checkpointed", "tuned"])
 def test_a_run_by_a_cuda_graph_has_the_losses_of_the_step_as_it_is(shards, lock, tmp_path, changes):  # noqa: F811
     plain = small(shards, **GRAPH | changes | dict(kernels__plan="as it is", kernels__tune=False))
     quiet(plain, tmp_path / "plain")
@@ -48,8 +49,8 @@ def test_a_run_by_a_cuda_graph_has_the_losses_of_the_step_as_it_is(shards, lock,
 @pytest.mark.gpu
 @pytest.mark.parametrize("precision", ["bfloat16", "bfloat16-weights", "tf32"])
 def test_every_precision_trains_by_the_best_plan(shards, tmp_path, precision):  # noqa: F811
-    auto = dict(kernels__plan="auto", kernels__tune=False)
-    outcome = quiet(small(shards, **GRAPH | auto | dict(train__precision=precision)), tmp_path / "run")
+    auto = dict(kernels__plan="auto", train__precision=precision)
+    outcome = quiet(small(shards, **GRAPH | auto), tmp_path / "run")
     assert outcome.step == 12 and outcome.loss < losses(tmp_path / "run")[0][1] - 1
     last = [line for line in read_log(tmp_path / "run" / "log.jsonl") if line["kind"] == "step"][-1]
     assert last["memory_mib"] > 0 and (last["mfu"] or 0) >= 0
@@ -80,8 +81,8 @@ def test_a_stopped_run_goes_on_with_the_losses_of_one_that_was_not(shards, lock,
 
 @pytest.mark.gpu
 def test_kernels_timed_again_while_a_graph_serves_leave_the_losses_as_they_are(shards, lock, tmp_path):  # noqa: F811
-    quiet(small(shards, **GRAPH), tmp_path / "once", lock=lock)
-    quiet(small(shards, **GRAPH | dict(kernels__retune_every=5)), tmp_path / "again", lock=lock)
+    quiet(small(shards, **TUNED), tmp_path / "once", lock=lock)
+    quiet(small(shards, **TUNED | dict(kernels__retune_every=5)), tmp_path / "again", lock=lock)
     assert close(losses(tmp_path / "again"), losses(tmp_path / "once"))
     assert sum(line.get("what") == "retune" for line in read_log(tmp_path / "again" / "log.jsonl")) == 2
 
@@ -89,14 +90,13 @@ def test_kernels_timed_again_while_a_graph_serves_leave_the_losses_as_they_are(s
 @pytest.mark.gpu
 @pytest.mark.parametrize("plan", ["torch.compile", "torch.compile + CUDA graph"])
 def test_a_named_plan_is_chosen_or_the_step_as_it_is(shards, tmp_path, plan):  # noqa: F811
-    quiet(small(shards, **GRAPH | dict(kernels__plan=plan, kernels__tune=False)), tmp_path / "run")
+    quiet(small(shards, **GRAPH | dict(kernels__plan=plan)), tmp_path / "run")
     said = plan_of(tmp_path / "run")
     assert f": {plan}: " in said or ": as it is: " in said, said
 
 
 @pytest.mark.gpu
-def test_the_loops_own_cost_over_a_graph_is_measured(shards, lock, tmp_path):  # noqa: F811
-    quiet(small(shards, **GRAPH), tmp_path / "run", lock=lock, after=measure_overhead)
+def test_the_loops_own_cost_over_a_graph_is_measured(shards, tmp_path):  # noqa: F811
+    quiet(small(shards, **GRAPH), tmp_path / "run", after=measure_overhead)
     found = json.loads((tmp_path / "run" / "run.json").read_text())["overhead"]
     assert found["loop_ms"] > 0 and found["low"] <= found["ratio"] <= found["high"]
-    assert torch.cuda.is_available()

@@ -60,11 +60,20 @@ class BuiltIn:
         self.model, self.sizes, self.recipe, self.name = model, config, recipe, name or model.name
         self.device = device or this_machine().device
         self.config, self.samples, self.notes = f"{config} {recipe}", recipe.batch, list[str]()
+        self.made: dict[str, nn.Module] = {}
 
     @functools.cached_property
     def plain(self) -> Evidence:
-        built = self.model.build(self.sizes, self.model.plain, Choices(default="eager"), seed=self.recipe.seed)
-        return {n: p.detach().to(self.device) for n, p in built.named_parameters()}
+        return {n: p.detach() for n, p in self.built(self.model.plain).named_parameters()}
+
+    def built(self, variant: str, choices: Choices | None = None) -> nn.Module:
+        """A module of its own with the first weights, which are drawn once for each variant; choices: what it asks."""
+        if variant not in self.made:
+            self.made[variant] = self.model.build(self.sizes, variant, Choices(), seed=self.recipe.seed).to(self.device)
+        module = copy.deepcopy(self.made[variant])
+        for part in asks(module) if choices is not None else ():
+            part.ops = choices
+        return module
 
     def before(self) -> Plan:
         """As it runs without whet: plain formulas, or PyTorch's own calls where memory does not hold those."""
@@ -85,7 +94,7 @@ class BuiltIn:
 
     def calls(self, precision: str) -> list[tuple[Call, int]]:
         """The ops that one forward asks for, and how often."""
-        module = self.model.build(self.sizes, self.model.tuned, Choices()).to(self.device)
+        module = self.built(self.model.tuned)
         work = Workload(module, (), self.model.batch(self.sizes, self.recipe, self.device), precision=precision)
         refuse_broken_weights(self.name.partition(":")[0], module)
         return work.calls()
@@ -100,7 +109,7 @@ class BuiltIn:
 
     def workload(self, plan: Plan, choices: Choices | None, precision: str) -> Workload:
         """A model of its own that runs by the plan. choices: None leaves the model's own."""
-        module = self.model.build(self.sizes, plan.variant, choices).to(self.device)
+        module = self.built(plan.variant, choices)
         before = plan.name == BEFORE
         how: dict = dict(fused=None if before else True, capturable=not before and self.device == "cuda")
         return Workload(
