@@ -15,6 +15,40 @@ def child(*command: str, interpret: str = "0") -> subprocess.CompletedProcess:
     return subprocess.CompletedProcess(process.args, stdout=process.communicate()[0], returncode=process.returncode)
 
 
+EACH_IN_A_FORK = """
+import os, runpy, sys, traceback
+import whet.aot
+from whet.op import discover
+discover()
+for path in sys.argv[1:]:
+    if not (pid := os.fork()):
+        file, code = os.open(path + ".out", os.O_WRONLY | os.O_CREAT), 1
+        os.dup2(file, 1), os.dup2(file, 2)
+        try:
+            runpy.run_path(path, run_name="__main__")
+            code = 0
+        except BaseException:
+            traceback.print_exc()
+        sys.stdout.flush(), sys.stderr.flush()
+        os._exit(code)
+    with open(path + ".code", "w") as file:
+        file.write(str(os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])))
+"""
+
+
+@pytest.fixture(scope="module")
+def scripts(tmp_path_factory) -> dict[str, subprocess.CompletedProcess]:
+    """What became of each script of this file, by name, in a process of its own: forked from one that has imported torch."""
+    given = dict(planted=PLANTED, tiled=TILED, decoding=DECODING, real=REAL, narrow=NARROW, noted=NOTED)
+    folder = tmp_path_factory.mktemp("scripts")
+    for name, text in given.items():
+        (folder / f"{name}.py").write_text(text)
+    done = child("-c", EACH_IN_A_FORK, *(str(folder / f"{name}.py") for name in given))
+    assert done.returncode == 0, done.stdout
+    code, printed = ({n: (folder / f"{n}.py.{end}").read_text() for n in given} for end in ("code", "out"))
+    return {n: subprocess.CompletedProcess(n, int(code[n]), printed[n]) for n in given}
+
+
 @pytest.mark.parametrize("target", TARGETS)
 @pytest.mark.parametrize("op", every_op(has_triton))
 def test_kernels_compile_fit_and_do_not_spill_without_a_reason(op, target, compiled_rows):
@@ -73,9 +107,8 @@ print(json.dumps([*(asdict(r) for r in rows), compiled]))
 '''
 
 
-def test_planted_spills_and_errors_are_found_and_a_stated_reason_excuses_spills(tmp_path):
-    (tmp_path / "planted.py").write_text(PLANTED)
-    done = child(str(tmp_path / "planted.py"))
+def test_planted_spills_and_errors_are_found_and_a_stated_reason_excuses_spills(scripts):
+    done = scripts["planted"]
     assert done.returncode == 0, done.stdout
     greedy, excused, modest, broken, compiled = json.loads(done.stdout.splitlines()[-1])
     assert greedy["spills"] > 0 and "spills" in greedy["problem"] and "no reason" in greedy["problem"]
@@ -98,9 +131,8 @@ print([(seen[0].impl, seen[0].args[0].shape[0]) for seen in both])
 '''
 
 
-def test_launches_of_a_tile_are_recorded_under_its_name(tmp_path):
-    (tmp_path / "tiled.py").write_text(TILED)
-    assert child(str(tmp_path / "tiled.py")).stdout.splitlines()[-1] == "[('triton', 8), ('triton@one', 1)]"
+def test_launches_of_a_tile_are_recorded_under_its_name(scripts):
+    assert scripts["tiled"].stdout.splitlines()[-1] == "[('triton', 8), ('triton@one', 1)]"
 
 
 DECODING = '''
@@ -114,9 +146,8 @@ print(json.dumps([(launch.op, launch.kernel, launch.case, launch.dtype, target, 
 '''
 
 
-def test_of_inference_what_a_decoder_launches_is_compiled_and_each_kernel_once_in_the_rest(tmp_path):
-    (tmp_path / "decoding.py").write_text(DECODING)
-    found = json.loads(child(str(tmp_path / "decoding.py")).stdout.splitlines()[-1])
+def test_of_inference_what_a_decoder_launches_is_compiled_and_each_kernel_once_in_the_rest(scripts):
+    found = json.loads(scripts["decoding"].stdout.splitlines()[-1])
     own = {kernel for _, kernel, *_ in found}
     assert len(found) < 100, "compiling is most of what they cost"
     later = {"_some_kernel", "_sum_kernel"}  # in 16 bits, from sm_90 on
@@ -150,9 +181,8 @@ print(json.dumps(found))
 """
 
 
-def test_products_of_real_models_at_batch_8_fit_the_shared_memory(tmp_path):
-    (tmp_path / "real.py").write_text(REAL)
-    found = json.loads(child(str(tmp_path / "real.py")).stdout.splitlines()[-1])
+def test_products_of_real_models_at_batch_8_fit_the_shared_memory(scripts):
+    found = json.loads(scripts["real"].stdout.splitlines()[-1])
     assert {model for model, *_ in found} == {"qwen3-1.7b", "mistral-7b", "llama-70b"}
     assert not [problem for *_, problem in found if problem]
 
@@ -193,13 +223,11 @@ for launch in aot.launches(discover()["norm_swiglu"], "triton", dict(M=64, K=576
 """
 
 
-def test_a_narrow_product_of_gate_and_up_fits_shared_memory(tmp_path):
-    (tmp_path / "narrow.py").write_text(NARROW)
-    found = [line.split(maxsplit=2) for line in child(str(tmp_path / "narrow.py")).stdout.splitlines()]
+def test_a_narrow_product_of_gate_and_up_fits_shared_memory(scripts):
+    found = [line.split(maxsplit=2) for line in scripts["narrow"].stdout.splitlines()]
     assert "_many_kernel" in [kernel for kernel, *_ in found] and all(len(rest) == 1 for _, *rest in found), found
 
 
-def test_the_kernel_at_the_end_of_a_step_compiles_without_spills(tmp_path):
-    (tmp_path / "noted.py").write_text(NOTED)
-    found = child(str(tmp_path / "noted.py")).stdout.splitlines()
+def test_the_kernel_at_the_end_of_a_step_compiles_without_spills(scripts):
+    found = scripts["noted"].stdout.splitlines()
     assert sorted(found) == sorted(f"{target} 0" for target in TARGETS)

@@ -11,7 +11,8 @@ from test_cli import RESULT, error_lines, interrupt, invoke
 import whet.tune
 from whet.commands import _memory
 from whet.lock import Lock
-from whet.models import find
+from whet.models import Recipe, find
+from whet.models.tiny_llama import RECIPES, SIZES, TinyLlamaConfig
 
 
 @pytest.mark.parametrize("command", ["ops", "--help", "machine --json"])
@@ -87,7 +88,9 @@ def test_locks_whole_damaged_empty_or_absent_are_taken(planted, tmp_path):
 def test_a_stopped_optimize_says_what_is_in_its_lock_and_nothing_else(monkeypatch, tmp_path):
     monkeypatch.setattr("whet.subjects.BuiltIn.calls", lambda *_: [])
     monkeypatch.setattr("whet.plans.Tuning", interrupt)
-    stopped = lambda: invoke("optimize", "tiny-llama:tiny", "--lock", "my.lock")  # noqa: E731
+    monkeypatch.setitem(SIZES, "test", TinyLlamaConfig(hidden=32, layers=1, heads=2, kv_heads=1, vocab=31))
+    monkeypatch.setitem(RECIPES, "test", Recipe(batch=2, seq_len=8))
+    stopped = lambda: invoke("optimize", "tiny-llama:test", "--lock", "my.lock")  # noqa: E731
     assert stopped().exit_code == 130
     (line,) = error_lines(stopped())
     assert "nothing of this run is in my.lock" in line and not (tmp_path / "my.lock").exists()

@@ -1,12 +1,10 @@
 """The doctor: every check flags what is planted for it and leaves its clean neighbour and the built-in models alone."""
 
 import json
-import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
+from warm import whet
 
 from whet import models
 from whet.diagnose.checks import discover
@@ -53,11 +51,10 @@ CAUSES = {1: "initial_loss", 2: "copies", 3: "unsynchronised_timing", 4: "custom
 
 
 def diagnosis_of(script: Path, args: str, records: Path) -> tuple[int, dict]:
-    command = [sys.executable, "-m", "whet", "doctor", str(script), "--json", "--seconds", "0.1", "--records", str(records)]
-    env = os.environ | {"OMP_NUM_THREADS": "1"}
-    done = subprocess.run([*command, "--args", args], capture_output=True, text=True, timeout=300, cwd=ROOT, env=env)
-    assert done.returncode in (0, 1), done.stderr
-    return done.returncode, json.loads(done.stdout)["measured"]
+    options = ("--json", "--seconds", "0.1", "--records", str(records / "records"), "--args", args)
+    code, printed, errors = whet("doctor", str(script), *options, folder=ROOT, out=records / "doctor")
+    assert code in (0, 1), errors
+    return code, json.loads(printed)["measured"]
 
 
 @pytest.mark.parametrize("stage", CAUSES)

@@ -2,10 +2,6 @@
 
 import json
 import math
-import os
-import signal
-import subprocess
-import sys
 import time
 from dataclasses import replace
 from pathlib import Path
@@ -13,7 +9,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from conftest import ROOT
+from warm import child
 
 from whet.train import loop, start
 from whet.train.data import ShardWriter
@@ -97,38 +93,22 @@ def test_a_resumed_run_has_the_losses_of_one_that_was_not_stopped_bit_for_bit(sh
     assert "resume" in [line.get("what") for line in read_log(part / "log.jsonl")]
 
 
-CHILD = """
-import sys
-from pathlib import Path
-import torch
-torch.set_num_threads(1)
-from whet.train.loop import train
-from whet.train.recipe import made
-import json
-train(made(json.loads(sys.argv[1]), "small"), Path(sys.argv[2]), resume=len(sys.argv) > 3, say=print)
-"""
-
-
-def child(flat: dict, folder: Path, *more: str) -> subprocess.Popen:
-    env = os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
-    return subprocess.Popen([sys.executable, "-c", CHILD, json.dumps(flat), str(folder), *more], env=env,
-                            stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
-
-
 def test_a_run_that_was_killed_at_any_moment_goes_on_with_the_same_losses(shards, tmp_path):
     flat = SMALL | {"data.path": str(shards), "train.steps": 60, "run.save_every": 2}
     whole, part = tmp_path / "whole", tmp_path / "part"
-    assert child(flat, whole).wait() == 0
+    unstopped = child(flat, whole)
     for wanted in (7, 23, 41):
-        process = child(flat, part, *(["resume"] if part.exists() else []))
+        process = child(flat, part, resume=part.exists())
         deadline = time.monotonic() + 120
-        while process.poll() is None and time.monotonic() < deadline:
+        while process.is_alive() and time.monotonic() < deadline:
             if (reached := losses(part)) and reached[-1][0] >= wanted:
-                process.send_signal(signal.SIGKILL)
+                process.kill()
                 break
-        process.wait()
-    last = child(flat, part, "resume")
-    assert last.wait() == 0, last.stdout.read()
+        process.join()
+    last = child(flat, part, resume=True)
+    for folder, process in ((part, last), (whole, unstopped)):
+        process.join()
+        assert process.exitcode == 0, folder.with_suffix(".out").read_text()
     assert losses(part) == losses(whole)
 
 

@@ -1,6 +1,7 @@
 """whet train"""
 
 import json
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
@@ -16,6 +17,9 @@ Settings = Annotated[list[str] | None, typer.Option(
 )]
 Resume = Annotated[bool, typer.Option("--resume", help="Go on from the newest good checkpoint of --run (default off).")]
 
+Seeds = Annotated[str, typer.Option(
+    metavar="N,N,...", help="One run for each seed, in folders NAME-seedN: an arm for `whet compare` (default: the recipe's).",
+)]
 Overhead = Annotated[bool, typer.Option(
     "--overhead", help="At the end, time the loop against the bare plan of its step (default off).",
 )]
@@ -30,6 +34,7 @@ def command(
     tune: Annotated[bool | None, typer.Option(help="Choose kernels before step 0 (default: where there is a GPU).")] = None,
     retune_every: Annotated[int, typer.Option(min=0, help="Time the choices again every N steps (default 0: never).")] = 0,
     lock: Annotated[str | None, typer.Option(metavar="FILE", help="The lock (default $WHET_LOCK, else whet.lock).")] = None,
+    seeds: Seeds = "",
     overhead: Overhead = False,
     page: Annotated[bool, typer.Option(help="Write page.html into the run's folder at the end.")] = True,
     as_json: Json = False,
@@ -45,13 +50,30 @@ def command(
         given = settings_of(recipe, settings, tune, retune_every)
         if resume and not run:
             raise ValueError("train: --resume needs --run NAME, the run to go on with")
-        outcome = trained(recipe, given, (runs, run), resume, lock, as_json, overhead)
-        if page and first_process():
-            from whet.train.runs import write_page
+        name = run or f"{Path(recipe).stem}-{stamp()}"
+        for folder, more in named(name, seeds):
+            outcome = trained(recipe, given | more, Path(runs) / folder, resume, lock, as_json, overhead)
+            ended(outcome, page, as_json)
 
-            write_page(outcome.folder)
+
+def named(name: str, seeds: str) -> list[tuple[str, dict]]:
+    """The folder of each run, and what its seed sets of the recipe."""
+    if not seeds:
+        return [(name, {})]
+    found = [text.strip() for text in seeds.split(",")]
+    if not all(text.isdigit() for text in found) or len({*found}) < len(found):
+        raise ValueError(f"train: --seeds takes whole numbers, each once, such as 1,2,3, got {seeds!r}")
+    return [(f"{name}-seed{text}", {"train.seed": int(text)}) for text in found]
+
+
+def ended(outcome: "TrainOutcome", page: bool, as_json: bool) -> None:
+    """The run's page, and what came of it."""
     if not first_process():
         return
+    if page:
+        from whet.train.runs import write_page
+
+        write_page(outcome.folder)
     if as_json:
         typer.echo(json.dumps({k: str(v) if k == "folder" else v for k, v in vars(outcome).items()}, indent=1))
     else:
@@ -70,13 +92,12 @@ def settings_of(recipe: str, settings: list[str] | None, tune: bool | None, retu
 
 
 def trained(
-    recipe: str, given: dict, where: tuple[str, str], resume: bool, lock: str | None, as_json: bool, overhead: bool
+    recipe: str, given: dict, folder: Path, resume: bool, lock: str | None, as_json: bool, overhead: bool
 ) -> "TrainOutcome":
-    """where: the folder of all runs, and this one's name or nothing."""
-    from pathlib import Path
-
+    """One run into its folder."""
     from whet.lock import Lock, lock_path
     from whet.machine import this_machine
+    from whet.measure import free_memory
     from whet.train.loop import train
     from whet.train.overhead import measure_overhead
     from whet.train.recipe import read
@@ -89,10 +110,12 @@ def trained(
         t, m = found.train, found.model
         size = f"{m.size or m.name}, {t.steps} steps of {t.batch_size} x {t.seq_len} tokens"
         say(f"no GPU here, so by the recipe's table [cpu]: {size}")
-    folder = Path(where[0]) / (where[1] or f"{found.name}-{stamp()}")
     with progress_bar(shown) as progress:
         after = measure_overhead if overhead else (lambda run: None)
-        return train(found, folder, resume, Lock.read(lock_path(lock)), say, progress, after)
+        try:
+            return train(found, folder, resume, Lock.read(lock_path(lock)), say, progress, after)
+        finally:
+            free_memory()
 
 
 def first_process() -> bool:

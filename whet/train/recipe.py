@@ -8,6 +8,7 @@ where there is no GPU, by full names: "train.steps" = 200.
 """
 
 import difflib
+import sys
 from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass, field, fields, replace
 from pathlib import Path
@@ -16,7 +17,8 @@ from typing import Any
 from whet.train.optim import OptimOptions
 from whet.train.schedule import Schedule
 
-FOLDER = Path(__file__).parent.parent.parent / "recipes"
+PLACES = (Path(__file__).parent.parent.parent / "recipes", Path(sys.prefix) / "share/whet/recipes")  # a checkout's, a wheel's
+FOLDER = next((place for place in PLACES if place.is_dir()), PLACES[0])
 PRECISIONS = ("float32", "tf32", "bfloat16", "bfloat16-weights")
 PLANS = ("auto", "as it is", "CUDA graph", "torch.compile", "torch.compile + CUDA graph")
 DIST = ("", "ddp", "fsdp")
