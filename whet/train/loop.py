@@ -15,6 +15,7 @@ from pathlib import Path
 import torch
 from torch.distributed.tensor import DTensor
 
+from whet.graphs import Mark
 from whet.lock import Lock
 from whet.measure import now
 from whet.train import checkpoint
@@ -58,6 +59,8 @@ def train(
             found = resumed(run) if resume else None
             with torch.random.fork_rng([torch.cuda.current_device()] if run.device == "cuda" else []):
                 started(run, found, resume, lock)
+            if run.device == "cuda":
+                torch.cuda.reset_peak_memory_stats()  # choosing kernels and plans held copies
             looped(run)
             outcome = TrainOutcome(folder, run.step, run.last_loss, run.val_loss, run.tokens, run.time_s)
             after(run)
@@ -66,33 +69,66 @@ def train(
             run.log.close()
 
 
-def looped(run: Training) -> None:
-    """Steps until the last one; what is due after a step is done with the losses read and the clock stopped."""
-    r, steps = run.recipe.run, run.recipe.train.steps
+@dataclass
+class Losses:
+    """Of steps whose end nobody has waited for: on their way to the host."""
+
+    steps: list[Pending]
+    values: torch.Tensor  # of each step, then the norm of the last one's gradients where they are clipped
+    end: Mark
+
+    @classmethod
+    def of(cls, run: Training, steps: list[Pending]) -> "Losses":
+        found = run.world.mean(torch.stack([loss for _, loss, _ in steps]))
+        norm = run.stepper.norm if run.stepper is not None else None
+        if norm is not None:
+            norm = norm.full_tensor() if isinstance(norm, DTensor) else norm
+            found = torch.cat([found, norm.detach().reshape(1).to(found)])
+        if found.is_cuda:
+            found = torch.empty(found.shape, pin_memory=True).copy_(found, non_blocking=True)
+        return cls(steps, found, Mark(torch.device(run.device)))
+
+    def read(self) -> tuple[list[float], float | None]:
+        """The losses and the norm, once the device has come so far."""
+        self.end.wait()
+        losses: list[float] = self.values.tolist()
+        return losses[: len(self.steps)], losses[-1] if len(losses) > len(self.steps) else None
+
+
+def looped(run: Training, until: int | None = None, only_log: bool = False) -> None:
+    """Steps until the last one. What is due after a step is done with the clock stopped.
+
+    Losses that are only logged are read when the step after them is launched, so that the device never waits for the host.
+    until, only_log   the step to end with, and whether nothing but the log is due, also at the end
+    """
+    r, steps = run.recipe.run, run.recipe.train.steps if until is None else until
     pending: list[Pending] = []
-    if run.device == "cuda":
-        torch.cuda.reset_peak_memory_stats()  # choosing kernels and plans held copies
+    waiting: Losses | None = None
     began = now()
     while run.step < steps:
-        lr = set_lr(run.optimizer, run.recipe.schedule, run.step)
+        lr = set_lr(run.optimizer, run.recipe.schedule, min(run.step, run.recipe.train.steps - 1))
         pending.append((run.step + 1, one_step(run), lr))
         run.step += 1
-        due = {name: bool(every) and run.step % every == 0 or run.step == steps for name, every in (
-            ("log", r.log_every), ("val", r.val_every), ("save", r.save_every), ("retune", run.recipe.kernels.retune_every))}
+        if waiting is not None:
+            began, waiting = flushed(run, waiting, began), None
+        every = {"log": r.log_every, "val": r.val_every, "save": r.save_every, "retune": run.recipe.kernels.retune_every}
+        due = {name: bool(n) and run.step % n == 0 or run.step == steps for name, n in every.items()}
+        due = {name: now_due and (name == "log" or not only_log) for name, now_due in due.items()}
         due["retune"] &= run.step < steps
         if run.starting == len(pending) and not any(due.values()):
             torch.cuda.synchronize()  # compiled and captured: these count as long as the steps that are logged with them
             began = now()
         if run.device == "cpu" or any(due.values()):
-            flushed(run, pending, began, due["log"])
-            pending, began = [], now()
+            waiting, pending = Losses.of(run, pending), []
+            if run.device == "cpu" or run.step == steps or any(due[name] for name in ("val", "save", "retune")):
+                began, waiting = flushed(run, waiting, began, due["log"]), None
         if due["val"]:
             evaluated(run)
         if due["save"]:
             saved(run)
         if due["retune"]:
             retuned(run)
-        if any(due.values()):
+        if any(due[name] for name in ("val", "save", "retune")):
             began = now()
 
 
@@ -110,42 +146,36 @@ def one_step(run: Training) -> torch.Tensor:
     return total
 
 
-def flushed(run: Training, pending: list[Pending], began: float, shown: bool) -> None:
-    """The losses of these steps read, logged and looked at; Diverged where one is bad."""
-    losses = run.world.mean(torch.stack([loss for _, loss, _ in pending])).tolist()
+def flushed(run: Training, given: Losses, began: float, shown: bool = True) -> float:
+    """These losses read, logged and looked at; when their steps ended. Diverged where one is bad."""
+    losses, norm = given.read()
+    ended, pending = now(), given.steps
     timed = len(pending) - run.starting
-    per_step, r = (now() - began) / (timed if timed > 0 else len(pending)), run.recipe
+    per_step, r = (ended - began) / (timed if timed > 0 else len(pending)), run.recipe
     run.starting = max(0, -timed)
     run.time_s += per_step * len(pending)
     tok_s = r.tokens_per_step / per_step
     flops = run.made.flops_per_token(r.train.seq_len) * tok_s
     mfu = flops / run.ceiling / run.world.size if run.ceiling else None
     memory = torch.cuda.max_memory_allocated() / 2**20 if run.device == "cuda" else None
-    norm = grad_norm(run)
+    last = pending[-1][0]
     for (step, _, lr), loss in zip(pending, losses):
         run.first_loss = loss if run.first_loss is None else run.first_loss
         run.last_loss = loss
         at = dict(
-            step=step, tokens=run.tokens_at(step), loss=loss, lr=lr, grad_norm=norm if step == run.step else None,
+            step=step, tokens=run.tokens_at(step), loss=loss, lr=lr, grad_norm=norm if step == last else None,
             ms=round(1e3 * per_step, 3), tok_s=round(tok_s, 1),
             mfu=None if mfu is None else round(mfu, 4), memory_mib=None if memory is None else round(memory),
-            time_s=round(run.time_s - per_step * (pending[-1][0] - step), 3),
+            time_s=round(run.time_s - per_step * (last - step), 3),
         )
         run.log.write(kind="step", **at)
         if why := gone_bad(loss, run.first_loss):
             stopped(run, step, why)
     if norm is not None and not math.isfinite(norm):  # the weights are spoilt now: nothing is saved of them
-        stopped(run, run.step, f"the norm of the gradients is {norm}")
+        stopped(run, last, f"the norm of the gradients is {norm}")
     if shown:
-        run.log.say(step_line(at | dict(steps=r.train.steps, left_s=per_step * (r.train.steps - run.step))))
-
-
-def grad_norm(run: Training) -> float | None:
-    """Of the last step's gradients, before they were clipped; None where they are not."""
-    found = run.stepper.norm if run.stepper is not None else None
-    if found is None:
-        return None
-    return (found.full_tensor() if isinstance(found, DTensor) else found).item()
+        run.log.say(step_line(at | dict(steps=r.train.steps, left_s=per_step * (r.train.steps - last))))
+    return ended
 
 
 def stopped(run: Training, step: int, why: str) -> None:

@@ -10,9 +10,8 @@ import torch
 from whet.measure import now
 from whet.race import paired
 from whet.train.log import RunLog
-from whet.train.loop import Pending, flushed, one_step
+from whet.train.loop import looped
 from whet.train.runs import read_facts
-from whet.train.schedule import set_lr
 from whet.train.start import Training
 
 ROUNDS = 20
@@ -30,10 +29,13 @@ def loop_overhead(run: Training, rounds: int = ROUNDS) -> dict:
     with tempfile.TemporaryDirectory() as elsewhere:
         run = replace(run, log=RunLog(Path(elsewhere), True, lambda text: None))
         for _ in range(rounds):
-            for name, segment in (("loop", by_the_loop), ("bare", bare)):
+            for name in times:
                 synchronize(run)
                 began = now()
-                segment(run, steps, every)
+                if name == "loop":
+                    looped(run, run.step + steps, only_log=True)
+                else:
+                    bare(run, steps)
                 synchronize(run)
                 times[name].append(1e3 * (now() - began) / steps)
     over = paired(times["loop"], times["bare"])
@@ -56,18 +58,7 @@ def synchronize(run: Training) -> None:
         torch.cuda.synchronize()
 
 
-def by_the_loop(run: Training, steps: int, every: int) -> None:
-    """As loop.looped does it, without evaluations and checkpoints."""
-    pending, began, last = list[Pending](), now(), run.recipe.train.steps - 1
-    for i in range(steps):
-        lr = set_lr(run.optimizer, run.recipe.schedule, last)
-        pending.append((run.step, one_step(run), lr))
-        if run.device == "cpu" or (i + 1) % every == 0:
-            flushed(run, pending, began, True)
-            pending, began = [], now()
-
-
-def bare(run: Training, steps: int, every: int) -> None:
+def bare(run: Training, steps: int) -> None:
     """The plan alone, on a batch that is there."""
     assert run.stepper is not None
     served = next(iter(run.stepper.served.values()))
