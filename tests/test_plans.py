@@ -139,3 +139,14 @@ def test_a_result_is_recorded_by_the_keys_that_records_have_and_what_is_unknown_
     path = next((ROOT / "records").glob("optimize-tiny-llama-small-float32.json"))
     old = json.loads(path.read_text())["measured"]["plans"]
     assert old[1].keys() == done.keys() and old[0].keys() <= done.keys()
+
+
+def test_of_plans_that_tie_the_one_with_much_less_memory_is_chosen(monkeypatch):
+    trial = Held()
+    for name, mb in (("roomy", 4000.0), ("near", 3900.0), ("lean", 1000.0)):
+        trial.enter(name)
+        trial.results[name].peak_mb = mb
+    trial._note(rival({BEFORE: 9.0, "roomy": 1.002, "near": 1.0, "lean": 1.001}))
+    assert trial.outcome().chosen == "lean" and "leanest" in trial.outcome().why
+    trial.results["lean"].peak_mb = 3000.0
+    assert trial.outcome().chosen == "roomy"

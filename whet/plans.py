@@ -19,7 +19,7 @@ from whet.lock import Lock
 from whet.machine import commit
 from whet.measure import Race, free_memory, memory_allocated, now, race
 from whet.op import Call
-from whet.race import Outcome, Ratio, Timing, decide, paired, through
+from whet.race import Outcome, Ratio, Timing, decide, leanest, paired, through
 from whet.subjects import BEFORE, Plan, Subject, subject_of
 from whet.tune import Tuning, entries_of, forget, modes_here, reduced_note, save_plans
 from whet.verify import judge
@@ -277,7 +277,14 @@ class Trial:
                 result.before_ms, result.speedup = round(before.ms, 4), round(gain.value, 4)
 
     def outcome(self) -> Outcome:
-        """What the race chose. Plans that were not in memory together are compared by their ratios to the plain model."""
+        """What the race chose; where plans tie and one takes much less memory, that one."""
+        results = {BEFORE: self.before_result, **self.results}
+        mib = {n: (r.timing, (r.peak_mb or 0.0) * 1e6 / 2**20) for n, r in results.items() if r.ok and r.timing and r.peak_mb}
+        found = self._fastest()
+        return leanest(found, {n: replace(t, peak_mib=m) for n, (t, m) in mib.items() if n in found.ratios})
+
+    def _fastest(self) -> Outcome:
+        """Plans that were not in memory together are compared by their ratios to the plain model."""
         if not self.heats:
             return Outcome(BEFORE, "no other plan passed", {BEFORE: Ratio(1.0, 1.0, 1.0, 0)}, True)
         if len(self.heats) == 1:
