@@ -125,6 +125,15 @@ def test_trackers_get_the_figures_and_one_that_fails_costs_its_curves_alone(tmp_
     assert read_log(tmp_path / "run" / "log.jsonl")[0]["lr"] == "nan", "JSON has no such number"
 
 
+def test_a_resumed_run_goes_on_in_its_own_curves(shards, tmp_path, monkeypatch):  # noqa: F811
+    inits: list[dict] = []
+    run = types.SimpleNamespace(log=lambda *_, **__: None, finish=lambda: None, summary={})
+    monkeypatch.setitem(sys.modules, "wandb", types.SimpleNamespace(init=lambda **given: inits.append(given) or run, run=run))
+    for steps in (3, 6):
+        quiet(small(shards, run__wandb="offline", train__steps=steps), tmp_path / "one", resume=steps > 3)
+    assert inits[0]["id"] == inits[1]["id"] and inits[1]["resume"] == "allow"
+
+
 def test_a_tracker_that_is_not_installed_is_refused_before_any_step(shards, tmp_path, monkeypatch):  # noqa: F811
     monkeypatch.setitem(sys.modules, "wandb", None)
     with pytest.raises(ValueError, match="pip install wandb"):
@@ -159,3 +168,21 @@ def test_compile_step_asks_the_choices_of_the_mode_that_its_plan_runs_in(shards)
                        (Plan("p", "", "own", compiled=True, graph=True), "compile + graph"), (Plan("p", "", "own"), "eager")):
         ask_by_plan(model, plan)
         assert model.ops is by_mode[mode]
+
+
+def test_seeds_make_a_run_each(tmp_path):
+    words = ["train", "gpt2-d12", "--seeds", "3,5", "--run", "arm", "--runs", str(tmp_path), "--no-page"]
+    for setting in ("train.steps=1", "train.batch_size=2", "train.seq_len=16", "model.layers=1", "run.val_batches=0"):
+        words += ["--set", setting]
+    done = CliRunner().invoke(app, words)
+    assert done.exit_code == 0, done.output
+    assert [json.loads((tmp_path / f"arm-seed{n}" / "run.json").read_text())["seed"] for n in (3, 5)] == [3, 5]
+    for wrong in ("3,x", "3,3", "-1"):
+        done = CliRunner().invoke(app, [*words[:2], "--seeds", wrong])
+        assert done.exit_code != 0 and "--seeds takes whole numbers" in done.output + str(done.stderr)
+
+
+def test_an_op_is_not_forced_in_a_folders_model(shards, tmp_path):  # noqa: F811
+    recipe = small(shards, model__path=str(tmp_path), kernels__force={"rms_norm": "triton"})
+    with pytest.raises(ValueError, match="kernels.force is for models of whet"):
+        quiet(recipe, tmp_path / "run")

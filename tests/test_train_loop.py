@@ -153,6 +153,7 @@ def test_a_loss_far_above_its_start_stops_the_run():
     from whet.train.watch import gone_bad
 
     assert gone_bad(5.0, 5.5) == "" and gone_bad(10.9, 5.5) == "" and "was 5.5 at the start" in gone_bad(11.2, 5.5)
+    assert gone_bad(1.9, 0.5) == "" and "was 0.5 at the start" in gone_bad(3.6, 0.5), "a fine-tuned model begins low"
 
 
 @pytest.mark.parametrize(("changes", "said"), [

@@ -53,7 +53,7 @@ class RunLog:
                 import wandb as package
             except ImportError:
                 raise ValueError("train: run.wandb needs the package wandb: pip install wandb") from None
-            where: Any = dict(name=self.folder.name, dir=str(self.folder), mode=wandb)
+            where: Any = dict(name=self.folder.name, dir=str(self.folder), mode=wandb, id=facts["id"], resume="allow")
             self.wandb = package.init(project="whet", config=facts["recipe"], **where)
 
     def facts(self, facts: dict) -> None:

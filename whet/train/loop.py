@@ -59,6 +59,8 @@ def train(
             found = resumed(run) if resume else None
             with torch.random.fork_rng([torch.cuda.current_device()] if run.device == "cuda" else []):
                 started(run, found, resume, lock)
+            if world.rank:  # else dropout would be the same in all of them
+                torch.manual_seed((recipe.train.seed * 1_000_003 + run.step) * world.size + world.rank)
             if run.device == "cuda":
                 torch.cuda.reset_peak_memory_stats()  # choosing kernels and plans held copies
             looped(run)

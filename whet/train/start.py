@@ -2,6 +2,7 @@
 
 import contextlib
 import math
+import secrets
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -22,6 +23,7 @@ from whet.train.kernels import KernelChoices, select
 from whet.train.log import FORMAT, RUN, RunLog
 from whet.train.optim import Ema, MuonAdamW, make
 from whet.train.recipe import TrainRecipe
+from whet.train.runs import read_facts
 from whet.workload import Workload, find_loss, in_precision
 
 STARTING = 2  # steps in which a step is compiled and captured
@@ -85,6 +87,8 @@ def prepared(
     """Data, model and optimizer, checked against each other."""
     if (folder / RUN).exists() and not resume:
         raise ValueError(f"train: {folder} holds a run already; go on with --resume, or name another with --run")
+    if recipe.model.path and recipe.kernels.force:
+        raise ValueError("train: kernels.force is for models of whet's own; a folder's parts are chosen by whet.optimize")
     device, t = world.device, recipe.train
     shards = Shards(recipe.data.path or None, recipe.data.val)
     loader = Loader(shards, t.batch_size, t.seq_len, world.rank, world.size, t.seed)
@@ -125,7 +129,9 @@ def started(run: Training, found: Path | None, resume: bool, lock: Lock | None) 
     model = plain(run.made.model)
     blocks = checkpoint_blocks(model, example, t.checkpointed_blocks)
     tuned = run.device == "cuda" if recipe.kernels.tune is None else recipe.kernels.tune
-    if recipe.model.path and tuned:
+    if recipe.model.path and tuned and run.world.mode == "fsdp":
+        run.log.say("kernels: the folder's own parts, since whet.optimize proves them on whole weights, and these are sharded")
+    elif recipe.model.path and tuned:
         optimized(run, example, lock)
     work = Workload(model, (), example, precision=run.autocast)
     run.kernels = select(work, tuned, recipe.kernels.force, lock or Lock.read(), run.progress)
@@ -138,8 +144,10 @@ def started(run: Training, found: Path | None, resume: bool, lock: Lock | None) 
         run.log.say("kernels: PyTorch's own calls" + ("" if run.device == "cuda" else ", since there is no GPU to choose for"))
     if run.device == "cuda" and t.precision != "tf32":  # whose ceiling is not measured
         run.ceiling = ceilings().tflops.get("bfloat16" if t.precision.startswith("bfloat16") else "float32", 0.0) * 1e12 or None
+    earlier = read_facts(run.log.folder) if resume and (run.log.folder / RUN).exists() else {}
     facts = {
-        "format": FORMAT, "recipe": recipe.to_dict(), "machine": machine.this_machine().as_dict(), "commit": machine.commit(),
+        "format": FORMAT, "id": earlier.get("id") or secrets.token_hex(6),
+        "recipe": recipe.to_dict(), "machine": machine.this_machine().as_dict(), "commit": machine.commit(),
         "seed": t.seed, "world": run.world.size, "parameters": run.made.parameters, "model": run.made.facts,
         "data": {"fingerprint": run.shards.fingerprint(), "tokens": run.shards.total, "source": run.shards.source},
         "choices": run.kernels.table(), "checkpointed_blocks": blocks,

@@ -10,6 +10,7 @@ from torch import nn
 from whet.workload import in_precision, tensors_in
 
 EXPLODED = 2.0  # times the loss of the first step, that of a guess: nothing that learns comes near it
+LEAST = 3.0  # above the first loss at least: that of a fine-tuned model is no guess, and single batches lie far above it
 
 
 class Diverged(ValueError):
@@ -20,7 +21,8 @@ def gone_bad(loss: float, first: float) -> str:
     """Why training cannot go on; empty where it can."""
     if not math.isfinite(loss):
         return f"the loss is {loss}"
-    return f"the loss is {loss:.4g}, and was {first:.4g} at the start" if loss > EXPLODED * max(first, 1e-3) else ""
+    most = max(EXPLODED * first, first + LEAST)
+    return f"the loss is {loss:.4g}, and was {first:.4g} at the start" if loss > most else ""
 
 
 def first_bad_module(model: nn.Module, batch: dict, precision: str | None, device: str) -> str:
