@@ -28,7 +28,7 @@ def invoke(*words: str):
 @pytest.fixture
 def run(shards):  # noqa: F811
     """The folder of a run that was trained by the command."""
-    result = invoke("train", "gpt2-d12-swiglu", *SETTINGS, "--set", f"data.path={shards}", "--run", "first")
+    result = invoke("train", "gpt2-d12-swiglu", *SETTINGS, "--set", f"data.path={shards}", "--name", "first")
     assert result.exit_code == 0, result.output
     assert "no GPU here" in result.output and "3 steps, 96 tokens" in result.output
     return "runs/first"
@@ -56,12 +56,12 @@ def test_the_page_of_a_run_is_written_at_its_end(run, tmp_path):
 
 
 def test_a_run_goes_on_by_name_and_what_cannot_be_is_one_line(run):
-    assert invoke("train", "gpt2-d12-swiglu", *SETTINGS, "--run", "first").exit_code == 2, "it is there already"
-    again = invoke("train", "gpt2-d12-swiglu", *SETTINGS, "--run", "first", "--resume")
+    assert invoke("train", "gpt2-d12-swiglu", *SETTINGS, "--name", "first").exit_code == 2, "it is there already"
+    again = invoke("train", "gpt2-d12-swiglu", *SETTINGS, "--name", "first", "--resume")
     assert again.exit_code == 2 and "trained on other data" in again.output
     for words, said in (
         (["train"], "there are gpt2-d12"), (["train", "gpt2-d21"], "did you mean gpt2-d12?"),
-        (["train", "gpt2-d12", "--resume"], "--run"),
+        (["train", "gpt2-d12", "--resume"], "--name"),
         (["sample", "nowhere"], "nowhere is no run"), (["export", "nowhere", "out2"], "nowhere is no run"),
     ):
         result = invoke(*words)
@@ -171,7 +171,7 @@ def test_compile_step_asks_the_choices_of_the_mode_that_its_plan_runs_in(shards)
 
 
 def test_seeds_make_a_run_each(tmp_path):
-    words = ["train", "gpt2-d12", "--seeds", "3,5", "--run", "arm", "--runs", str(tmp_path), "--no-page"]
+    words = ["train", "gpt2-d12", "--seeds", "3,5", "--name", "arm", "--runs", str(tmp_path), "--no-page"]
     for setting in ("train.steps=1", "train.batch_size=2", "train.seq_len=16", "model.layers=1", "run.val_batches=0"):
         words += ["--set", setting]
     done = CliRunner().invoke(app, words)

@@ -10,6 +10,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 from warm import launched
 
+from whet.commands import app
 from whet.train.checkpoint import fault
 from whet.train.distributed import SHARES, Processes, shard
 from whet.train.export import load_run
@@ -79,3 +80,15 @@ def test_shares_are_joined_by_torchs_own_checkpoints_and_read_back_as_slices_wit
     for name, t in tensors[0].items():
         t, *others = (x[name].full_tensor() if isinstance(x[name], DTensor) else x[name] for x in tensors)
         assert t.any() and all(torch.equal(t, x) for x in others)
+
+
+def test_torchrun_leaves_every_option_of_train_to_it():
+    """Its parser takes a word that begins one of its own options for that, also behind the script."""
+    from torch.distributed.run import parse_args
+    from typer.main import get_command
+
+    options = [o for p in get_command(app).commands["train"].params for o in (*p.opts, *p.secondary_opts) if o.startswith("--")]
+    assert "--name" in options and "--resume" in options
+    for option in options:
+        parsed = parse_args(["--standalone", "--nproc_per_node=2", "-m", "whet", "train", "gpt2-d12", option])
+        assert parsed.training_script_args[-1] == option

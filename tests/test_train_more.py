@@ -243,7 +243,7 @@ def test_validation_that_cannot_be_is_said_at_the_start(shards, tmp_path):  # no
 
 
 def test_of_several_processes_one_prints_and_writes_the_page(shards, tmp_path):  # noqa: F811
-    """Without --run each process would name its folder by its own clock; only the first one's is there."""
+    """Without --name each process would name its folder by its own clock; only the first one's is there."""
     late = "import os, runpy, sys\nimport whet.commands.train as t\nreal = t.stamp\n"
     late += "t.stamp = lambda: real() + os.environ['RANK']\nsys.argv[0] = 'whet'\nfrom whet.commands import app\napp()\n"
     (tmp_path / "late.py").write_text(late)

@@ -15,7 +15,10 @@ Name = Annotated[str, typer.Argument(metavar="RECIPE", help="A name, gpt2-d12, o
 Settings = Annotated[list[str] | None, typer.Option(
     "--set", metavar="PART.KEY=VALUE", help="A value of the recipe, train.batch_size=4; repeatable (default: the recipe's).",
 )]
-Resume = Annotated[bool, typer.Option("--resume", help="Go on from the newest good checkpoint of --run (default off).")]
+Folder = Annotated[str, typer.Option(
+    "--name", metavar="NAME", help="The run's folder below --runs (default: recipe and time).",
+)]
+Resume = Annotated[bool, typer.Option("--resume", help="Go on from the newest good checkpoint of --name (default off).")]
 
 Seeds = Annotated[str, typer.Option(
     metavar="N,N,...", help="One run for each seed, in folders NAME-seedN: an arm for `whet compare` (default: the recipe's).",
@@ -28,7 +31,7 @@ Overhead = Annotated[bool, typer.Option(
 def command(
     recipe: Name = "",
     settings: Settings = None,
-    run: Annotated[str, typer.Option(metavar="NAME", help="The run's folder below --runs (default: recipe and time).")] = "",
+    run: Folder = "",
     runs: Annotated[str, typer.Option(metavar="DIR", help="Folder of all runs.")] = "runs",
     resume: Resume = False,
     tune: Annotated[bool | None, typer.Option(help="Choose kernels before step 0 (default: where there is a GPU).")] = None,
@@ -49,7 +52,7 @@ def command(
     with plain_errors("the checkpoints that are there stay; go on with --resume"):
         given = settings_of(recipe, settings, tune, retune_every)
         if resume and not run:
-            raise ValueError("train: --resume needs --run NAME, the run to go on with")
+            raise ValueError("train: --resume needs --name NAME, the run to go on with")
         name = run or f"{Path(recipe).stem}-{stamp()}"
         for folder, more in named(name, seeds):
             outcome = trained(recipe, given | more, Path(runs) / folder, resume, lock, as_json, overhead)

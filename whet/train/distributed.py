@@ -53,6 +53,14 @@ class Processes:
         with model.no_sync() if wait and self.mode == "ddp" and self.size > 1 else contextlib.nullcontext():
             yield
 
+    def agreed(self, folder: Path) -> Path:
+        """Rank 0's: a name made of the time may differ."""
+        if self.size > 1:
+            found = [str(folder)]
+            dist.broadcast_object_list(found, src=0)
+            folder = Path(found[0])
+        return folder
+
     def mean(self, values: torch.Tensor) -> torch.Tensor:
         """Over all processes."""
         values = values.detach().float()

@@ -54,6 +54,7 @@ def train(
     after   called with the run when its last step is done and saved
     """
     with processes(recipe.dist.mode) as world:
+        folder = world.agreed(folder)
         run = prepared(recipe, folder, world, resume, say, progress)
         try:
             found = resumed(run) if resume else None

@@ -86,7 +86,7 @@ def prepared(
 ) -> Training:
     """Data, model and optimizer, checked against each other."""
     if (folder / RUN).exists() and not resume:
-        raise ValueError(f"train: {folder} holds a run already; go on with --resume, or name another with --run")
+        raise ValueError(f"train: {folder} holds a run already; go on with --resume, or name another with --name")
     if recipe.model.path and recipe.kernels.force:
         raise ValueError("train: kernels.force is for models of whet's own; a folder's parts are chosen by whet.optimize")
     device, t = world.device, recipe.train
