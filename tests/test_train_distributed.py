@@ -15,6 +15,7 @@ from whet.train.checkpoint import fault
 from whet.train.distributed import SHARES, Processes, shard
 from whet.train.export import load_run
 from whet.train.optim import make, state_tensors
+from whet.train.stored import CheckpointError, StoredTensors
 
 
 def values(folder: Path) -> torch.Tensor:
@@ -92,3 +93,17 @@ def test_torchrun_leaves_every_option_of_train_to_it():
     for option in options:
         parsed = parse_args(["--standalone", "--nproc_per_node=2", "-m", "whet", "train", "gpt2-d12", option])
         assert parsed.training_script_args[-1] == option
+
+
+def test_shares_that_cannot_be_written_or_do_not_fit_are_one_line(alone, tmp_path, monkeypatch):
+    net = nn.Sequential(nn.Linear(5, 7))
+    shard(net, "cpu", 1)
+    (tmp_path / SHARES).write_text("a file where the folder would be")
+    with pytest.raises(CheckpointError, match="could not be written") as caught:
+        Processes(mode="fsdp").save(tmp_path, 1, net, make(net), {}, None, 3)
+    assert "\n" not in str(caught.value)
+    (tmp_path / SHARES).unlink()
+    monkeypatch.setattr(StoredTensors, "misfit", lambda *_: "0.weight has shape (4, 5)")
+    with pytest.raises(CheckpointError, match="do all machines see this folder"):
+        Processes(mode="fsdp").save(tmp_path, 1, net, make(net), {}, None, 3)
+    assert not list(tmp_path.glob("step-*"))

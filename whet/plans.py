@@ -7,6 +7,7 @@ each other and the plain eager model in turns, so that every speed-up is a ratio
 
 import contextlib
 import gc
+import math
 import sys
 from collections.abc import Callable, Collection, Iterator
 from dataclasses import asdict, dataclass, replace
@@ -166,9 +167,11 @@ class Trial:
             if not self.subject.before_in_less():
                 raise
             return False
-        if torch.cuda.is_available() and (self.before_result.peak_mb or 0) * 1e6 > SHARE * torch.cuda.mem_get_info()[1]:
-            return not self.subject.before_in_less()
-        return True
+        most = SHARE * torch.cuda.mem_get_info()[1] if torch.cuda.is_available() else math.inf
+        if (self.before_result.peak_mb or 0) * 1e6 <= most or not self.subject.before_in_less():
+            return True
+        del self.before
+        return False
 
     def runner(self, plan: Plan, precision: str | None = None) -> PlanRunner:
         fixed = {"eager": Choices(default="eager"), "stock": Choices(), "own": None}

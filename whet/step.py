@@ -178,24 +178,26 @@ class CompiledStep:
         return (
             tuple((p.data_ptr(), p.requires_grad) for p in self.params), tuple(m.training for m in self.modules),
             tuple(repr(group.get(k)) for group in self.optimizer.param_groups for k in constants),
-            tuple(len(group["params"]) for group in self.optimizer.param_groups),
+            tuple((id(group), len(group["params"])) for group in self.optimizer.param_groups),  # loading a state makes new ones
         )
 
     def _replayed(self, served: ServedShape, args: tuple, kwargs: dict, update: bool) -> torch.Tensor | None:
         """By the plan's CUDA graphs, captured when first wanted; None where they cannot serve this step."""
         added = self.pending or not update
-        if (served.adding if added else served.graph) is None:
+        if (served.graph or served.adding) and served.captured_with != self._facts():
+            served.without_graph("the model, a mode or an optimizer's setting changed after the capture; reset() chooses anew")
+        elif (served.adding if added else served.graph) is None:
             if not outside_because(self.optimizer) and not self.updates and not self.optimizer.state:
                 return None  # the first step makes the optimizer's state, which a graph must find
             try:
                 self._capture(served, args, kwargs, added)
             except Exception as e:
                 served.without_graph(f"it could not be captured: {error_line(e)}")
-        elif served.captured_with != self._facts():
-            served.without_graph("the model, a mode or an optimizer's setting changed after the capture; reset() chooses anew")
         if not served.plan.graph:
             ask_by_plan(self.model, served.plan)
             log_choices("compile_step", str(served), None, self.log_to)
+            return None
+        if self.pending and served.adding is not None and served.adding.misses():
             return None
         mine = tree_flatten((served.work.args, served.work.kwargs))[0]
         for held, given in zip(mine, tree_flatten((args, kwargs))[0]):
@@ -217,15 +219,17 @@ class CompiledStep:
         if served.graph is None and served.adding is None:
             work.args, work.kwargs = tree_map_only(torch.Tensor, lambda t: t.detach().clone(), (args, kwargs))
         beside = [g for s in self.served.values() for g in (s.adding, s.graph) if g is not None]
-        so_far = [(p, p.grad.clone()) for p in self.params if p.grad is not None] if self.pending else []
-        with unchanged(self.model, self.optimizer), as_graph(self.model):
-            if added:
-                beside.sort(key=lambda g: isinstance(g, CapturedLoop))  # one that adds has the gradients
-                served.adding = AddingLoop(work, next(iter(beside), None))
-            else:
-                served.graph = work.captured(next(iter(beside), None))
-        for p, grad in so_far:
-            p.grad = grad
+        so_far = [(p, None if p.grad is None else p.grad.clone()) for p in self.params] if self.pending else []
+        try:
+            with unchanged(self.model, self.optimizer), as_graph(self.model):
+                if added:
+                    beside.sort(key=lambda g: isinstance(g, CapturedLoop))  # one that adds has the gradients
+                    served.adding = AddingLoop(work, next(iter(beside), None))
+                else:
+                    served.graph = work.captured(next(iter(beside), None))
+        finally:
+            for p, grad in so_far:
+                p.grad = grad
         served.captured_with = self._facts()
 
 

@@ -70,6 +70,7 @@ class Rates:
             lr = group["lr"]
             if isinstance(lr, torch.Tensor):
                 tensor.copy_(lr)
+                self.last[i] = None
             elif lr != self.last[i]:
                 tensor.fill_(lr)
                 self.last[i] = lr
@@ -157,13 +158,16 @@ class AddingLoop:
         assert work.optimizer is not None
         self.optimizer, self.outside = work.optimizer, outside_because(work.optimizer)
         adding = replace(work, accumulate=True, clip=None)
-        self.update_of = replace(work)
+        self.update_of, self.params = replace(work), list(work.model.parameters())
+        adding.clear()
+        adding.to_gradients()
+        reached = [p for p in self.params if p.grad is not None]
         if isinstance(beside, AddingLoop):
+            if [id(p) for p in reached] != [id(p) for p, _ in beside.grads]:
+                raise ValueError("its backward reaches other parameters than that of another shape of batch")
             self.grads = beside.grads
         else:
-            adding.clear()
-            adding.to_gradients()  # finds the parameters that a backward reaches
-            self.grads = [(p, torch.zeros_like(p)) for p in work.model.parameters() if p.grad is not None]
+            self.grads = [(p, torch.zeros_like(p)) for p in reached]
         self.begin(anew=True)
         self.graph = Graph(adding.to_gradients, beside=beside.graph if beside is not None else None)
         self.rates: Rates | None = None
@@ -177,10 +181,17 @@ class AddingLoop:
         """The gradients that the graphs know are the parameters' own. anew: they are zero, else what was added up so far."""
         if anew:
             torch._foreach_zero_([grad for _, grad in self.grads])
+            for p in self.params:
+                p.grad = None
         for p, grad in self.grads:
             if not anew and p.grad is not grad:
                 grad.zero_() if p.grad is None else grad.copy_(p.grad)
             p.grad = grad
+
+    def misses(self) -> bool:
+        """Whether a gradient was added up that these graphs do not know."""
+        known = {id(p) for p, _ in self.grads}
+        return any(p.grad is not None and id(p) not in known for p in self.params)
 
     def __call__(self, anew: bool, update: bool) -> torch.Tensor:
         """The loss of one batch, which the next replay overwrites. anew: none was added up before; update: none comes after."""

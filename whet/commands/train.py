@@ -9,6 +9,8 @@ import typer
 from whet.commands._console import Json, console, plain_errors, progress_bar
 
 if TYPE_CHECKING:
+    from contextlib import AbstractContextManager
+
     from whet.train.loop import TrainOutcome
 
 Name = Annotated[str, typer.Argument(metavar="RECIPE", help="A name, gpt2-d12, or a TOML file; without one they are listed.")]
@@ -54,9 +56,10 @@ def command(
         if resume and not run:
             raise ValueError("train: --resume needs --name NAME, the run to go on with")
         name = run or f"{Path(recipe).stem}-{stamp()}"
-        for folder, more in named(name, seeds):
-            outcome = trained(recipe, given | more, Path(runs) / folder, resume, lock, as_json, overhead)
-            ended(outcome, page, as_json)
+        with together(recipe, given):
+            for folder, more in named(name, seeds):
+                outcome = trained(recipe, given | more, Path(runs) / folder, resume, lock, as_json, overhead)
+                ended(outcome, page, as_json)
 
 
 def named(name: str, seeds: str) -> list[tuple[str, dict]]:
@@ -67,6 +70,15 @@ def named(name: str, seeds: str) -> list[tuple[str, dict]]:
     if not all(text.isdigit() for text in found) or len({*found}) < len(found):
         raise ValueError(f"train: --seeds takes whole numbers, each once, such as 1,2,3, got {seeds!r}")
     return [(f"{name}-seed{text}", {"train.seed": int(text)}) for text in found]
+
+
+def together(recipe: str, given: dict) -> "AbstractContextManager":
+    """The processes that torchrun started, as one group for all seeds: it starts but one."""
+    from whet.machine import this_machine
+    from whet.train.distributed import processes
+    from whet.train.recipe import read
+
+    return processes(read(recipe, given, this_machine().device).dist.mode)
 
 
 def ended(outcome: "TrainOutcome", page: bool, as_json: bool) -> None:

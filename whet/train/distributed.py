@@ -17,13 +17,15 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as torch_checkpoint
 from torch import nn
+from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageReader, HuggingFaceStorageWriter
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
+from whet.figures import error_line
 from whet.train import checkpoint
 from whet.train.optim import state_tensors
-from whet.train.stored import StoredTensors
+from whet.train.stored import CheckpointError, StoredTensors
 
 SHARES = ".shares"  # beside checkpoints, while one is written
 
@@ -107,8 +109,12 @@ def shares_written(scratch: Path, tensors: Mapping[str, DTensor], rank: int) -> 
     dist.barrier()
     try:
         writer = HuggingFaceStorageWriter(str(scratch), save_distributed=True, enable_consolidation=True)
-        torch_checkpoint.save(dict(tensors), storage_writer=writer)
-        yield StoredTensors(next(scratch.glob("*.safetensors"))) if rank == 0 else None
+        with in_one_line(f"{scratch} could not be written"):
+            torch_checkpoint.save(dict(tensors), storage_writer=writer)
+        found = StoredTensors(next(scratch.glob("*.safetensors"))) if rank == 0 else None
+        if found is not None and (why := found.misfit(tensors, "the model")):
+            raise CheckpointError(f"checkpoint: the shares in {scratch} do not fit: {why}; do all machines see this folder?")
+        yield found
     finally:
         if rank == 0:
             shutil.rmtree(scratch, ignore_errors=True)
@@ -118,8 +124,19 @@ def fill_shares(path: Path, wanted: Mapping[str, torch.Tensor]) -> list[str]:
     """Of a checkpoint's safetensors each process reads the slices that it has a share of; no pickle is loaded."""
     shares = {name: t for name, t in wanted.items() if isinstance(t, DTensor)}
     if shares:
-        torch_checkpoint.load(dict(shares), storage_reader=HuggingFaceStorageReader(str(path)))
+        with in_one_line(f"{path} could not be read"):
+            torch_checkpoint.load(dict(shares), storage_reader=HuggingFaceStorageReader(str(path)))
     return list(shares)
+
+
+@contextlib.contextmanager
+def in_one_line(what: str) -> Iterator[None]:
+    """torch.distributed.checkpoint raises what every process raised, as no Exception."""
+    try:
+        yield
+    except CheckpointException as e:
+        why = next((error_line(failure[0]) for failure in e.failures.values()), "no reason is given")
+        raise CheckpointError(f"checkpoint: {what}: {why}") from None
 
 
 def shard(model: nn.Module, device: str, size: int) -> None:

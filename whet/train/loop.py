@@ -172,9 +172,9 @@ def flushed(run: Training, given: Losses, began: float, shown: bool = True) -> f
             time_s=round(run.time_s - per_step * (last - step), 3),
         )
         run.log.write(kind="step", **at)
-        if why := gone_bad(loss, run.first_loss):
+        if run.watched and (why := gone_bad(loss, run.first_loss)):
             stopped(run, step, why)
-    if norm is not None and not math.isfinite(norm):  # the weights are spoilt now: nothing is saved of them
+    if run.watched and norm is not None and not math.isfinite(norm):  # the weights are spoilt now: nothing is saved of them
         stopped(run, last, f"the norm of the gradients is {norm}")
     if shown:
         run.log.say(step_line(at | dict(steps=r.train.steps, left_s=per_step * (r.train.steps - last))))

@@ -15,7 +15,9 @@ from whet.train.runs import read_facts
 from whet.train.start import Training
 
 ROUNDS = 20
+FEWEST = 7  # that can say anything
 AT_LEAST_S = 0.2  # of each round
+MOST_S = 120  # of all
 
 
 def loop_overhead(run: Training, rounds: int = ROUNDS) -> dict:
@@ -24,10 +26,13 @@ def loop_overhead(run: Training, rounds: int = ROUNDS) -> dict:
     The weights go on being trained: it is for the end of a run, after its last checkpoint.
     """
     every = run.recipe.run.log_every or 10
-    steps = every * max(1, round(AT_LEAST_S * run.step / max(1e-9, run.time_s * every)))
+    step_s = run.world.mean(torch.tensor([run.time_s], device=run.device)).item() / max(1, run.step)  # the same on every rank
+    steps = every * max(1, round(AT_LEAST_S / max(1e-9, step_s * every)))
+    steps = max(1, min(steps, round(MOST_S / FEWEST / 2 / max(1e-9, step_s))))
+    rounds = max(FEWEST, min(rounds, round(MOST_S / 2 / max(1e-9, steps * step_s))))
     times: dict[str, list[float]] = {"loop": [], "bare": []}
     with tempfile.TemporaryDirectory() as elsewhere:
-        run = replace(run, log=RunLog(Path(elsewhere), True, lambda text: None))
+        run = replace(run, log=RunLog(Path(elsewhere), True, lambda text: None), watched=False)
         for _ in range(rounds):
             for name in times:
                 synchronize(run)
@@ -70,4 +75,5 @@ def bare(run: Training, steps: int) -> None:
             elif served.graph is not None:
                 served.graph()
             else:
-                run.stepper(run.example, update=i == adds - 1)
+                with run.world.without_sync(run.made.model, i + 1 < adds):
+                    run.stepper(run.example, update=i == adds - 1)

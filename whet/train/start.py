@@ -52,6 +52,7 @@ class Training:
     last_loss: float = math.nan
     val_loss: float | None = None
     example: dict = field(default_factory=dict)  # a batch, for choosing kernels and plans
+    watched: bool = True  # whether a bad loss ends it
     starting: int = 0  # steps until all is compiled and captured
     ceiling: float | None = None  # FLOP/s of a product in the run's precision, measured
 
