@@ -5,6 +5,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+import torch
 
 import whet.plans
 from whet.measure import Race
@@ -150,3 +151,20 @@ def test_of_plans_that_tie_the_one_with_much_less_memory_is_chosen(monkeypatch):
     assert trial.outcome().chosen == "lean" and "leanest" in trial.outcome().why
     trial.results["lean"].peak_mb = 3000.0
     assert trial.outcome().chosen == "roomy"
+
+
+def test_where_the_plain_model_runs_out_of_memory_the_last_plan_gives_way(monkeypatch):
+    trial, raced_with = Held(), []
+    for name in ("a", "b", "c"):
+        trial.enter(name)
+
+    def together(runs, **_):
+        raced_with.append([*runs])
+        if len(runs) > 3:
+            raise whet.plans.PlanFailed(BEFORE, torch.cuda.OutOfMemoryError())
+        return rival({name: 9.0 if name == BEFORE else 1.0 for name in runs})
+
+    monkeypatch.setattr(whet.plans, "race", together)
+    trial.heat()
+    assert raced_with == [[BEFORE, "a", "b", "c"], [BEFORE, "a", "b"]]
+    assert trial.results["c"].why == "out of memory" and trial.results["a"].ok and trial.results["b"].ok

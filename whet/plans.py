@@ -203,7 +203,8 @@ class Trial:
     def _room(self) -> bool:
         if not torch.cuda.is_available():
             return True
-        free = torch.cuda.mem_get_info()[0] + torch.cuda.memory_reserved() - torch.cuda.memory_allocated()
+        torch.cuda.empty_cache()  # what stays reserved lies in the pools of CUDA graphs, which nothing else can use
+        free = torch.cuda.mem_get_info()[0]
         return free > ROOM * max(r.peak_mb or 0.0 for r in (self.before_result, *self.results.values())) * 1e6
 
     def prepare(self, plan: Plan, runner: PlanRunner | None = None, origin: int | None = None) -> Prepared:
@@ -257,9 +258,16 @@ class Trial:
                 self._note(race(runs, keep=BEFORE, seconds=self.seconds, flush=False))
                 break
             except PlanFailed as e:
-                for name in list(self.entered) if e.name == BEFORE else [e.name]:
-                    self.results[name].lost(_reason(e.cause))
+                why = _reason(e.cause)
+                if e.name != BEFORE:
+                    out = [e.name]
+                else:  # without memory for the plain model the last plan gives way; whatever else it dies of costs all
+                    out = list(self.entered)[-1 if why == OUT_OF_MEMORY else 0 :]
+                for name in out:
+                    self.results[name].lost(why)
                     del self.entered[name]
+            runs.clear()
+            free_memory()
         self.entered.clear()
         self.let_go()
 
