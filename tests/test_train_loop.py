@@ -252,3 +252,22 @@ def test_a_recipe_of_ones_own_may_build_on_another(tmp_path):
     (tmp_path / "torn.toml").write_text("[train\n")
     with pytest.raises(ValueError, match="is no TOML"):
         read(str(tmp_path / "torn.toml"))
+
+
+def test_losses_that_are_read_while_the_next_step_runs_are_the_same(shards, tmp_path, monkeypatch):
+    recipe = small(shards, run__log_every=2, run__val_every=5, run__save_every=5, train__steps=13)
+    quiet(recipe, tmp_path / "at once")
+    monkeypatch.setattr(start.Training, "reads_at_once", False)
+    read, real = [], loop.flushed
+
+    def flushed(run, given, *rest):
+        read.append((run.step, given.steps[-1][0]))
+        return real(run, given, *rest)
+
+    monkeypatch.setattr(loop, "flushed", flushed)
+    quiet(recipe, tmp_path / "later")
+    assert losses(tmp_path / "later") == losses(tmp_path / "at once")
+    assert read == [(3, 2), (5, 4), (5, 5), (7, 6), (9, 8), (10, 10), (13, 12), (13, 13)], "(steps launched, steps read)"
+    lines = [read_log(tmp_path / name / "log.jsonl") for name in ("at once", "later")]
+    norms = [[line["grad_norm"] for line in of if line.get("step") in (2, 10, 13) and line["kind"] == "step"] for of in lines]
+    assert norms[0] == norms[1] and all(norms[0])

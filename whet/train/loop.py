@@ -121,9 +121,9 @@ def looped(run: Training, until: int | None = None, only_log: bool = False) -> N
         if run.starting == len(pending) and not any(due.values()):
             torch.cuda.synchronize()  # compiled and captured: these count as long as the steps that are logged with them
             began = now()
-        if run.device == "cpu" or any(due.values()):
+        if run.reads_at_once or any(due.values()):
             waiting, pending = Losses.of(run, pending), []
-            if run.device == "cpu" or run.step == steps or any(due[name] for name in ("val", "save", "retune")):
+            if run.reads_at_once or run.step == steps or any(due[name] for name in ("val", "save", "retune")):
                 began, waiting = flushed(run, waiting, began, due["log"]), None
         if due["val"]:
             evaluated(run)

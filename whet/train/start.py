@@ -66,6 +66,11 @@ class Training:
         return in_precision(self.autocast, self.device) if self.autocast else contextlib.nullcontext()
 
     @property
+    def reads_at_once(self) -> bool:
+        """Whether losses are read after each step: a CPU has computed them by then."""
+        return self.device == "cpu"
+
+    @property
     def folder(self) -> Path:
         return self.log.folder / "checkpoints"
 
