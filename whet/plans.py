@@ -289,10 +289,11 @@ class Trial:
 
     def outcome(self) -> Outcome:
         """What the race chose; where plans tie and one takes much less memory, that one."""
-        results = {BEFORE: self.before_result, **self.results}
-        mib = {n: (r.timing, (r.peak_mb or 0.0) * 1e6 / 2**20) for n, r in results.items() if r.ok and r.timing and r.peak_mb}
-        found = self._fastest()
-        return leanest(found, {n: replace(t, peak_mib=m) for n, (t, m) in mib.items() if n in found.ratios})
+        found, results = self._fastest(), {BEFORE: self.before_result, **self.results}
+        raced = {n: r for n, r in results.items() if n in found.ratios and r.ok}
+        return leanest(found, {
+            n: replace(r.timing, peak_mib=r.peak_mb * 1e6 / 2**20) for n, r in raced.items() if r.timing and r.peak_mb
+        })
 
     def _fastest(self) -> Outcome:
         """Plans that were not in memory together are compared by their ratios to the plain model."""

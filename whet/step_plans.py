@@ -156,12 +156,12 @@ class AddingLoop:
 
     def __init__(self, work: LoopWork, beside: "CapturedLoop | AddingLoop | None" = None):
         assert work.optimizer is not None
-        self.optimizer, self.outside = work.optimizer, outside_because(work.optimizer)
         adding = replace(work, accumulate=True, clip=None)
-        self.update_of, self.params = replace(work), list(work.model.parameters())
+        self.update_of = replace(work)
         adding.clear()
         adding.to_gradients()
-        reached = [p for p in self.params if p.grad is not None]
+        params = list(work.model.parameters())
+        reached, self.others = [p for p in params if p.grad is not None], [p for p in params if p.grad is None]
         if isinstance(beside, AddingLoop):
             if [id(p) for p in reached] != [id(p) for p, _ in beside.grads]:
                 raise ValueError("its backward reaches other parameters than that of another shape of batch")
@@ -171,7 +171,7 @@ class AddingLoop:
         self.begin(anew=True)
         self.graph = Graph(adding.to_gradients, beside=beside.graph if beside is not None else None)
         self.rates: Rates | None = None
-        if not self.outside:
+        if not outside_because(work.optimizer):
             self.rates = Rates(work.optimizer)
             with self.rates.lent():
                 self.update = Graph(self.update_of.update, beside=self.graph)
@@ -181,7 +181,7 @@ class AddingLoop:
         """The gradients that the graphs know are the parameters' own. anew: they are zero, else what was added up so far."""
         if anew:
             torch._foreach_zero_([grad for _, grad in self.grads])
-            for p in self.params:
+            for p in self.others:
                 p.grad = None
         for p, grad in self.grads:
             if not anew and p.grad is not grad:
@@ -190,8 +190,7 @@ class AddingLoop:
 
     def misses(self) -> bool:
         """Whether a gradient was added up that these graphs do not know."""
-        known = {id(p) for p, _ in self.grads}
-        return any(p.grad is not None and id(p) not in known for p in self.params)
+        return any(p.grad is not None for p in self.others)
 
     def __call__(self, anew: bool, update: bool) -> torch.Tensor:
         """The loss of one batch, which the next replay overwrites. anew: none was added up before; update: none comes after."""

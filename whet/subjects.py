@@ -105,7 +105,8 @@ class BuiltIn:
 
     def truth(self) -> Evidence:
         """The evidence of one step in float64."""
-        return oracle(self.model, self.sizes, self.recipe, self.plain, self.device)
+        module = self.built(self.model.plain, Choices(default="eager"))
+        return in_float64(module, self.model.batch(self.sizes, self.recipe, self.device))
 
     def workload(self, plan: Plan, choices: Choices | None, precision: str) -> Workload:
         """A model of its own that runs by the plan. choices: None leaves the model's own."""
@@ -128,16 +129,21 @@ class BuiltIn:
 
 
 def oracle(model: Model, config, recipe: Recipe, weights: dict, device: str, rows: int | None = None) -> Evidence:
-    """Loss and gradients of the plain variant in float64.
-
-    rows   of the batch that run at once; None: all of them, and fewer where memory does not hold that
-    """
+    """Loss and gradients of the plain variant with these weights in float64. rows: see in_float64."""
     module = model.build(config, model.plain, Choices(default="eager")).to(device)
     with torch.no_grad():
         for name, p in module.named_parameters():
             p.copy_(weights[name])
-    work, batch = Workload(module.double()), model.batch(config, recipe, device)
-    at_once = rows or recipe.batch
+    return in_float64(module, model.batch(config, recipe, device), rows)
+
+
+def in_float64(module: nn.Module, batch: dict, rows: int | None = None) -> Evidence:
+    """The evidence of a module whose loss is the mean over the rows of a batch.
+
+    rows   that run at once; None: all of them, and fewer where memory does not hold that
+    """
+    work, whole = Workload(module.double()), len(next(iter(batch.values())))
+    at_once = rows or whole
     while True:
         try:
             return in_parts(work, batch, at_once)
@@ -146,11 +152,11 @@ def oracle(model: Model, config, recipe: Recipe, weights: dict, device: str, row
                 raise
         work.clear()
         free_memory()
-        at_once = next(n for n in range(at_once // 2, 0, -1) if recipe.batch % n == 0)
+        at_once = next(n for n in range(at_once // 2, 0, -1) if whole % n == 0)
 
 
 def in_parts(work: Workload, batch: dict, rows: int) -> Evidence:
-    """The evidence of a loss that is the mean over all rows of a batch, from equal parts of them."""
+    """in_float64, from equal parts of the batch."""
     whole = len(next(iter(batch.values())))
     if whole == rows:
         work.kwargs = batch

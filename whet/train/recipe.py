@@ -14,13 +14,15 @@ from dataclasses import asdict, dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any
 
+from whet import step_plans
+from whet.step_plans import AS_IT_IS
 from whet.train.optim import OptimOptions
 from whet.train.schedule import Schedule
 
 PLACES = (Path(__file__).parent.parent.parent / "recipes", Path(sys.prefix) / "share/whet/recipes")  # a checkout's, a wheel's
 FOLDER = next((place for place in PLACES if place.is_dir()), PLACES[0])
 PRECISIONS = ("float32", "tf32", "bfloat16", "bfloat16-weights")
-PLANS = ("auto", "as it is", "CUDA graph", "torch.compile", "torch.compile + CUDA graph")
+PLANS = ("auto", AS_IT_IS.name, *step_plans.PLANS)
 DIST = ("", "ddp", "fsdp")
 WANDB = ("", "online", "offline")
 

@@ -16,7 +16,6 @@ DTYPES = {
 }
 
 
-
 class CheckpointError(ValueError):
     """A checkpoint could not be written, or may not be loaded; the message is one line."""
 
