@@ -11,8 +11,8 @@ import whet
 from whet import step as step_module
 from whet import step_plans
 from whet.judge import judge
+from whet.plan import Plan
 from whet.step_plans import AS_IT_IS, ChosenStep, LoopWork, LossOf, Rates, choose, outside_because
-from whet.subjects import Plan
 
 COMPILED, GRAPH = Plan("torch.compile", "", "own", compiled=True), Plan("CUDA graph", "", "own", graph=True)
 CLIP = 0.5

@@ -238,7 +238,7 @@ def test_a_dry_run_shows_the_times_of_a_run_before_it(folders, tuned, monkeypatc
 
 def test_plans_of_the_step_are_in_the_record_the_table_and_the_page(folders, tuned, monkeypatch):
     from whet import step_plans
-    from whet.subjects import Plan
+    from whet.plan import Plan
 
     tried = ({"name": "as it is", "ok": True, "why": "", "ms": 4.0},
              {"name": "torch.compile", "ok": True, "why": "", "ms": 2.0, "before_ms": 4.0, "speedup": 2.0},
@@ -259,9 +259,9 @@ def test_plans_of_the_step_are_in_the_record_the_table_and_the_page(folders, tun
 
 
 def test_every_plan_that_was_tried_is_data_after_the_step_as_it_is():
+    from whet.plan import BEFORE, Plan
     from whet.plans import PlanResult
     from whet.step_plans import with_first
-    from whet.subjects import BEFORE, Plan
 
     tried = [PlanResult(Plan("torch.compile", "", "own"), ok=True, before_ms=4.0, speedup=2.0),
              PlanResult(Plan("CUDA graph", "", "own"), why="planted"), PlanResult(Plan(BEFORE, "", "own"), ok=True)]

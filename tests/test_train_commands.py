@@ -157,8 +157,8 @@ def test_the_flags_of_a_model_config_map_onto_the_recipe():
 
 def test_compile_step_asks_the_choices_of_the_mode_that_its_plan_runs_in(shards):  # noqa: F811
     from whet.choices import Choices
+    from whet.plan import Plan
     from whet.step_plans import ask_by_plan
-    from whet.subjects import Plan
     from whet.train.build import built
 
     model = built(small(shards), "cpu", 257).model

@@ -162,7 +162,7 @@ def test_the_choices_on_record_are_those_of_the_plan_that_runs(shards, tmp_path,
 
 def test_only_the_plans_that_are_named_are_tried(monkeypatch):
     from whet import step_plans
-    from whet.subjects import Plan
+    from whet.plan import Plan
 
     tried = []
     plans = [Plan("CUDA graph", "", "own", graph=True), Plan("torch.compile", "", "own", compiled=True)]

@@ -10,18 +10,20 @@ import gc
 import math
 import sys
 from collections.abc import Callable, Collection, Iterator
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, replace
 
 import torch
 
 from whet.choices import Choices
+from whet.duel import duel, rival_of
 from whet.figures import error_line
 from whet.lock import Lock
 from whet.machine import commit
 from whet.measure import Race, free_memory, memory_allocated, now, race
 from whet.op import Call
-from whet.race import Outcome, Ratio, Timing, decide, leanest, paired, through
-from whet.subjects import BEFORE, Plan, Subject, subject_of
+from whet.plan import BEFORE, Plan, PlanResult
+from whet.race import Outcome, Ratio, decide, leanest, paired, through
+from whet.subjects import BuiltIn, Subject, subject_of
 from whet.tune import Tuning, entries_of, forget, modes_here, reduced_note, save_plans
 from whet.verify import judge
 from whet.workload import PRECISIONS
@@ -29,41 +31,6 @@ from whet.workload import PRECISIONS
 OUT_OF_MEMORY = "out of memory"
 SHARE = 0.4  # of the device's memory that the model as it was may take, so that plans fit beside it
 ROOM = 1.2  # times the most memory that a plan took: what must be free for the next one beside those that wait for the race
-
-
-@dataclass
-class PlanResult:
-    """What came of a plan: verified or not and why, what it took, how long a step is, and its ratio to the fastest."""
-
-    plan: Plan
-    ok: bool = False
-    why: str = ""
-    peak_mb: float | None = None  # device memory at its highest point
-    ready_s: float | None = None  # to build, compile and warm up
-    share: float | None = None  # of the error budget that it used
-    timing: Timing | None = None
-    samples_per_s: float | None = None
-    before_ms: float | None = None  # of the plain model in the same race
-    speedup: float | None = None
-    ratio: Ratio | None = None
-
-    @property
-    def name(self) -> str:
-        return self.plan.name
-
-    def lost(self, why: str) -> None:
-        """It is no candidate any more."""
-        self.ok, self.why = False, why
-
-    def to_record(self) -> dict:
-        """As the lock and records hold it: what is not known is left out."""
-        found = {"name": self.name, "ok": self.ok, "why": self.why} | asdict(self.plan)
-        if self.timing:
-            found |= {k: v for k, v in self.timing.as_dict().items() if k != "peak_mib"}
-        if self.ratio and self.ok:
-            found |= self.ratio.as_dict()
-        facts = ((k, getattr(self, k)) for k in ("peak_mb", "ready_s", "share", "samples_per_s", "before_ms", "speedup"))
-        return found | {k: v for k, v in facts if v is not None}
 
 
 class PlanRunner:
@@ -271,6 +238,19 @@ class Trial:
         self.entered.clear()
         self.let_go()
 
+    def beside(self, rival: BuiltIn, chosen: str) -> dict:
+        """The chosen plan, built and verified once more, in turns with another model under torch.compile."""
+        if chosen == BEFORE:
+            return duel(chosen, self.before.step, rival, self.precision, self.seconds)
+        kept = self.results[chosen]
+        result, runner, _ = self.prepare(kept.plan)
+        if not self.finish(result, runner).ok:
+            raise ValueError(f"optimize: {chosen}, built once more, is no longer right: {result.why}")
+        self.results[chosen] = kept
+        found = duel(chosen, self.entered.pop(chosen), rival, self.precision, self.seconds)
+        self.let_go()
+        return found
+
     def let_go(self) -> None:
         """The memory of plans that were raced, and what torch.compile made for them."""
         if "torch._dynamo" in sys.modules:
@@ -315,18 +295,20 @@ def best_plan(
     again: bool = False,
     seconds: float = 0.5,
     progress: Callable[[str, int, int], None] = lambda text, done, total: None,
+    against: str = "",
 ) -> dict:
     """The proof: calls, candidates and choices, plans before and after. From the lock when it already holds it.
 
     target     a model and a size, 'tiny-llama:small', or a function that returns model and batch, 'file.py:function'
     precision  float32 (the model's own), tf32 or bfloat16 (autocast): only ever what is asked for
     again      measure plans anew even if the lock has them; what a function returns is always measured
+    against    another built-in model, under torch.compile, that the chosen plan runs in turns with; plans are measured anew
     """
     if precision not in PRECISIONS:
         raise ValueError(f"optimize: precision must be one of {PRECISIONS}, got {precision!r}")
     subject, lock = subject_of(target), lock or Lock.read()
-    key = f"{subject.name} {precision}"
-    known = lock.plans.get(key) if subject.stored else None
+    key, rival = f"{subject.name} {precision}", rival_of(subject, against) if against else None
+    known = lock.plans.get(key) if subject.stored and not rival else None
     if known and not again and known["config"] == subject.config:
         entries = entries_of(lock, [Call(**item["call"]) for item in known["calls"]])
         return known | {"from_lock": True, "entries": list(entries.values())}
@@ -346,6 +328,9 @@ def best_plan(
     trial.heat()
     progress("done", len(todo) + 1, len(todo) + 1)
     result = conclude(key, trial, calls)
+    if rival:
+        progress(f"{against} beside {result['chosen']}", len(todo), len(todo) + 1)
+        result["against"] = trial.beside(rival, result["chosen"])
     phases = {"record": recorded - started, "tune": after - recorded, "plans": now() - after}
     result |= {"seconds": round(now() - started, 1), "phases": {k: round(v, 1) for k, v in phases.items()}}
     if result["forgotten"]:

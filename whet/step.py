@@ -11,6 +11,7 @@ from torch.utils._pytree import tree_flatten, tree_map_only
 
 from whet.diagnose.target import as_inputs
 from whet.figures import error_line
+from whet.plan import Plan
 from whet.step_plans import (
     AS_IT_IS,
     PLANS,
@@ -23,7 +24,7 @@ from whet.step_plans import (
     choose,
     outside_because,
 )
-from whet.subjects import Plan, compiled_forward
+from whet.subjects import compiled_forward
 from whet.swap._state import as_before
 from whet.trackers import log_choices
 from whet.workload import PRECISIONS, NoLoss

@@ -19,8 +19,9 @@ from whet.diagnose.target import CannotRun, Target
 from whet.figures import error_line, ms
 from whet.graphs import Graph
 from whet.measure import free_memory
-from whet.plans import OUT_OF_MEMORY, PlanResult, PlanRunner, Trial
-from whet.subjects import BEFORE, Evidence, Given, Plan, compiled, compiled_forward
+from whet.plan import BEFORE, Plan, PlanResult, compiled
+from whet.plans import OUT_OF_MEMORY, PlanRunner, Trial
+from whet.subjects import Evidence, Given, compiled_forward
 from whet.swap import Journal, Met
 from whet.swap import _memory as memory
 from whet.swap._optimize import Optimized

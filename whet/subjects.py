@@ -17,33 +17,14 @@ from whet.machine import this_machine
 from whet.measure import free_memory
 from whet.models import Model, Recipe, find, recipe_of
 from whet.op import Call
+from whet.plan import BEFORE, Plan, compiled
 from whet.swap import Journal, Met
 from whet.swap._replace import recognise
 from whet.torch_ops import own_code
 from whet.workload import ROUNDING, Workload, asking, asks, tensors_in
 
-BEFORE = "before: plain eager"
 SWAPPED = "swapped"  # the variant of a user's model in which proved parts are replaced
 Evidence = dict[str, torch.Tensor]
-
-
-@dataclass(frozen=True)
-class Plan:
-    name: str
-    variant: str  # which of the model's forms
-    choices: str  # "eager" (plain formulas), "stock", "tuned", or "own" (whatever the model has)
-    compiled: bool = False
-    graph: bool = False
-
-    @property
-    def mode(self) -> str:
-        """Which choices it uses: host overhead counts only where the host launches each op."""
-        return " + ".join(["compile"] * self.compiled + ["graph"] * self.graph) or "eager"
-
-
-def compiled(plans: list[Plan]) -> list[Plan]:
-    """The same plans under torch.compile."""
-    return [replace(p, name=p.name.replace("eager", "torch.compile"), compiled=True) for p in plans]
 
 
 class BuiltIn:

@@ -44,6 +44,7 @@ def writable(folder: str) -> str:
     return folder
 
 
+LockFile = Annotated[str | None, typer.Option(metavar="FILE", help="The lock (default $WHET_LOCK, else whet.lock).")]
 Records = Annotated[str, typer.Option("--records", metavar="DIR", help="Folder the record is written to.", callback=writable)]
 Html = Annotated[str | None, typer.Option(metavar="FILE", help="Also write one self-contained page (default: none).")]
 DEFAULT_NAMES = {"--trace": "trace.json", "--html": "report.html"}

@@ -8,12 +8,15 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from whet.commands._console import Html, Json, Records, console, emit, plain_errors, progress_bar, write_page
+from whet.commands._console import Html, Json, LockFile, Records, console, emit, plain_errors, progress_bar, write_page
 
 if TYPE_CHECKING:
     from whet.commands._folder import FolderOptions
 
 TARGET_HELP = "A built-in model (tiny-llama:small, gpt2:d12@4x512), a Hugging Face folder, or file.py:function."
+Against = Annotated[str, typer.Option(
+    metavar="MODEL", help="Another built-in model, timed under torch.compile in turns with the chosen plan (default: none).",
+)]
 Step = Annotated[bool | None, typer.Option(
     "--train/--infer", help="A folder: a training step or a forward pass (default: train where the model takes labels).",
     show_default=False,
@@ -42,6 +45,7 @@ def command(
     precision: Annotated[str, typer.Option(help="float32, tf32 or bfloat16; only ever what is asked for.")] = "float32",
     again: Annotated[bool, typer.Option(help="Measure the plans anew even if the lock has them (default off).")] = False,
     seconds: Annotated[float, typer.Option(min=0.0, help="Measuring time per candidate and plan, seconds.")] = 0.5,
+    against: Against = "",
     train: Step = None,
     batch: Rows = None,
     tokens: Tokens = None,
@@ -50,7 +54,7 @@ def command(
     allow: Allow = "",
     max_memory: MaxMemory = None,
     plans: StepPlans = None,
-    lock: Annotated[str | None, typer.Option(metavar="FILE", help="The lock (default $WHET_LOCK, else whet.lock).")] = None,
+    lock: LockFile = None,
     html: Html = None,
     records: Records = "records",
     as_json: Json = False,
@@ -67,8 +71,6 @@ def command(
 
     Example: whet optimize path/to/model_folder --dry-run
     """
-    import torch
-
     from whet.commands._folder import FolderOptions, is_folder
     from whet.lock import lock_path
 
@@ -77,20 +79,20 @@ def command(
         where, folder = lock_path(lock), is_folder(target)
         if lock is not None or "WHET_LOCK" in os.environ:
             refuse_others_file(where)
-        refuse_other_options(folder, asked.given(), precision, again)
+        refuse_other_options(folder, asked.given(), precision, again, against)
         refuse_values(asked)
-        if precision == "tf32" and not torch.cuda.is_available():
-            raise ValueError("optimize: --precision tf32 needs a GPU, and there is none here; use float32 or bfloat16")
+        refuse_precision(precision)
     before = state(where)
     with plain_errors(lambda: kept_in(where, before)):
         if folder:
             of_folder(target, asked, where, seconds, html, records, as_json)
         else:
-            by_plans(target, precision, again, where, seconds, html, records, as_json)
+            by_plans(target, precision, again, against, where, seconds, html, records, as_json)
 
 
 def by_plans(
-    target: str, precision: str, again: bool, where: Path, seconds: float, html: str | None, records: str, as_json: bool
+    target: str, precision: str, again: bool, against: str, where: Path, seconds: float, html: str | None, records: str,
+    as_json: bool,
 ) -> None:
     """A built-in model, or what a function returned: the ways to run it."""
     from whet.commands._memory import refuse_what_does_not_fit
@@ -100,10 +102,10 @@ def by_plans(
 
     known, ours = Lock.read(where), not target.partition(":")[0].endswith(".py")
     if ours:
-        refuse_what_does_not_fit(known, target, precision, again)
+        refuse_what_does_not_fit(known, target, precision, again or bool(against))
     with progress_bar(not as_json) as progress:
-        result = best_plan(target, known, precision, again, seconds, progress)
-    made = record.make(f"whet optimize {target} --precision {precision}", result)
+        result = best_plan(target, known, precision, again, seconds, progress, against)
+    made = record.make(f"whet optimize {target} --precision {precision}{f' --against {against}' if against else ''}", result)
     if html:
         write_page(html, made)
     shown_lock = where if ours or result["calls"] else None
@@ -143,13 +145,22 @@ def show_folder(measured: dict, lines: list[str], lock: Path | None) -> None:
         console.print(f"lock: {lock}")
 
 
-def refuse_other_options(folder: bool, given: list[str], precision: str, again: bool) -> None:
+def refuse_other_options(folder: bool, given: list[str], precision: str, again: bool, against: str) -> None:
     """ValueError where an option was given that this kind of target does not have."""
     if not folder and given:
         raise ValueError(f"optimize: {given[0]} is for a Hugging Face folder, and the target is none")
+    if folder and against:
+        raise ValueError("optimize: --against compares built-in models; `whet step` times a folder by every way")
     if folder and (precision != "float32" or again):
         what = "--again measures plans anew, and a folder has none" if again else "--precision is for plans; use --dtype"
         raise ValueError(f"optimize: {what}")
+
+
+def refuse_precision(precision: str) -> None:
+    import torch
+
+    if precision == "tf32" and not torch.cuda.is_available():
+        raise ValueError("optimize: --precision tf32 needs a GPU, and there is none here; use float32 or bfloat16")
 
 
 def refuse_values(asked: "FolderOptions") -> None:
@@ -174,6 +185,8 @@ def show(result: dict, lock: Path | None) -> None:
     speedup = f"{result['speedup']:.2f}x the plain eager model"
     proved = "every output" if result.get("kind") == "forward" else "every gradient"
     console.print(f"{tables.plan_label(result['chosen'])}: {speedup}, {proved} verified. {result['note']}".strip())
+    if other := result.get("against"):
+        console.print(tables.against_line(other))
     for note in result.get("notes", ()):
         console.print(f"note: {note}")
     if lock is not None:

@@ -5,7 +5,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from whet.commands._console import Json, Records, console, emit, plain_errors, progress_bar
+from whet.commands._console import Json, LockFile, Records, console, emit, plain_errors, progress_bar
 
 if TYPE_CHECKING:
     from whet.commands._steps import StepRun
@@ -30,7 +30,7 @@ def command(
         min=0.0, help="Measuring time per candidate, seconds (default 0.15, as whet.optimize's).",
     )] = None,
     max_memory: MaxMemory = None,
-    lock: Annotated[str | None, typer.Option(metavar="FILE", help="The lock (default $WHET_LOCK, else whet.lock).")] = None,
+    lock: LockFile = None,
     records: Records = "records",
     as_json: Json = False,
 ):

@@ -263,6 +263,13 @@ def plans_table(result: dict) -> Table:
     return table
 
 
+def against_line(other: dict) -> str:
+    """The chosen plan beside another model that ran in turns with it."""
+    between = f"{other['speedup_low']:.2f} to {other['speedup_high']:.2f}"
+    took = f"{ms(other['ms'])} ms" + (f", {other['peak_mb']:,.0f} MB" if other.get("peak_mb") else "")
+    return f"{other['speedup']:.2f}x ({between}) as fast as {other['name']}: {ms(other['plan_ms'])} ms to {took}, in turns."
+
+
 def proofs_table(rows: list[dict], by_impl: bool = True) -> Table:
     """How many calls of each op, or of each of its impls, were right, refused, rejected or failed; then of all."""
     keys = ("op", "impl") if by_impl else ("op",)

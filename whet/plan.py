@@ -1,0 +1,61 @@
+"""A plan, how a model runs, and what came of trying it."""
+
+from dataclasses import asdict, dataclass, replace
+
+from whet.race import Ratio, Timing
+
+BEFORE = "before: plain eager"
+
+
+@dataclass(frozen=True)
+class Plan:
+    name: str
+    variant: str  # which of the model's forms
+    choices: str  # "eager" (plain formulas), "stock", "tuned", or "own" (whatever the model has)
+    compiled: bool = False
+    graph: bool = False
+
+    @property
+    def mode(self) -> str:
+        """Which choices it uses: host overhead counts only where the host launches each op."""
+        return " + ".join(["compile"] * self.compiled + ["graph"] * self.graph) or "eager"
+
+
+def compiled(plans: list[Plan]) -> list[Plan]:
+    """The same plans under torch.compile."""
+    return [replace(p, name=p.name.replace("eager", "torch.compile"), compiled=True) for p in plans]
+
+
+@dataclass
+class PlanResult:
+    """What came of a plan: verified or not and why, what it took, how long a step is, and its ratio to the fastest."""
+
+    plan: Plan
+    ok: bool = False
+    why: str = ""
+    peak_mb: float | None = None  # device memory at its highest point
+    ready_s: float | None = None  # to build, compile and warm up
+    share: float | None = None  # of the error budget that it used
+    timing: Timing | None = None
+    samples_per_s: float | None = None
+    before_ms: float | None = None  # of the plain model in the same race
+    speedup: float | None = None
+    ratio: Ratio | None = None
+
+    @property
+    def name(self) -> str:
+        return self.plan.name
+
+    def lost(self, why: str) -> None:
+        """It is no candidate any more."""
+        self.ok, self.why = False, why
+
+    def to_record(self) -> dict:
+        """As the lock and records hold it: what is not known is left out."""
+        found = {"name": self.name, "ok": self.ok, "why": self.why} | asdict(self.plan)
+        if self.timing:
+            found |= {k: v for k, v in self.timing.as_dict().items() if k != "peak_mib"}
+        if self.ratio and self.ok:
+            found |= self.ratio.as_dict()
+        facts = ((k, getattr(self, k)) for k in ("peak_mb", "ready_s", "share", "samples_per_s", "before_ms", "speedup"))
+        return found | {k: v for k, v in facts if v is not None}
