@@ -215,6 +215,19 @@ def test_under_autocast_the_weights_of_the_qk_norm_are_as_the_queries(device):
     assert call.dtype == "bfloat16" and "w_dtype" not in call.case
 
 
+def test_a_narrow_residual_halves_the_bytes_of_the_norms_under_autocast_and_is_nothing_without(device):
+    found, losses = {}, {}
+    for narrow in (False, True):
+        ops = Recorder()
+        model = GPT2(replace(SMALL, narrow_residual=narrow), "stock", ops).to(device)
+        losses[narrow] = model(**batch(SMALL, RECIPE, device))
+        ops.calls.clear()
+        with in_precision("bfloat16", device):
+            model(**batch(SMALL, RECIPE, device))
+        found[narrow] = [call.case.get("res_dtype") for call, _ in ops.calls.values() if call.op == "add_rms_norm"]
+    assert found == {False: ["float32"], True: [None]} and torch.equal(losses[False], losses[True])
+
+
 def test_the_forward_is_one_graph():
     torch._dynamo.reset()
     model, data = GPT2(replace(SMALL, pattern="SL", window=5, mtp=1)), batch(SMALL, RECIPE, "cpu")

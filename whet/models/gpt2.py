@@ -52,6 +52,7 @@ class GPT2Config:
     softcap: float | None = None  # of the logits
     tied: bool = True  # the head is the embedding
     bias: bool = False  # of the linear layers and LayerNorms
+    narrow_residual: bool = False  # under autocast the residual stream is as wide as a product's operands: half the bytes
     mtp: int = 0  # further tokens that are predicted in training: 2, 3, ... ahead
     mtp_weight: float = 0.3  # of their losses, shared among them
     theta: float = 10000.0
@@ -72,7 +73,7 @@ class GPT2Config:
         check("mtp", lambda x: type(x) is int and x >= 0, "a whole number from 0 on")
         check("mlp_ratio mtp_weight theta eps", above_0, "a number above 0")
         check("softcap", lambda x: x is None or above_0(x), "None or a number above 0")
-        check("qk_norm tied bias", lambda x: type(x) is bool, "true or false")
+        check("qk_norm tied bias narrow_residual", lambda x: type(x) is bool, "true or false")
         check("activation", lambda x: x in [*ACTIVATIONS], f"one of {', '.join(ACTIVATIONS)}")
         check("positions", lambda x: x in ("rope", "learned"), "'rope' or 'learned'")
         check("norm", lambda x: x in ("rms", "layer"), "'rms' or 'layer'")
@@ -236,6 +237,8 @@ class GPT2(nn.Module):
         h, delta = self.embed(tokens), None
         if self.pos is not None:
             h = h + self.pos.weight[start:end]
+        if c.narrow_residual:
+            h = h.to(autocast_of(h) or h.dtype)
         rotation = (self.cos[start:], self.sin[start:]) if c.positions == "rope" else None
         ones = self.ones.to(autocast_of(h) or h.dtype)  # as queries are: stock norms take no other weights
         for i, block in enumerate(self.blocks):
@@ -351,7 +354,7 @@ SIZES = {
     "d12-mqa": GPT2Config(kv_heads=1),
     "d12-swiglu": GPT2Config(activation="swiglu", mlp_ratio=8 / 3),
     "d12-hybrid": GPT2Config(pattern="SSSL"),
-    "d12-fast": GPT2Config(kv_heads=4, mlp_ratio=3.0, activation="relu2", pattern="SSSL"),
+    "d12-fast": GPT2Config(kv_heads=4, mlp_ratio=3.0, activation="relu2", pattern="SSSL", narrow_residual=True),
     "llm-med": GPT2Config(vocab=49152, width=384, layers=6, heads=8, kv_heads=8, activation="silu", qk_norm=False),
     "hf": GPT2Config(activation="gelu_tanh", positions="learned", norm="layer", qk_norm=False, bias=True, eps=1e-5),
     "tiny": GPT2Config(vocab=257, width=128, layers=4, heads=4, kv_heads=4),
