@@ -71,7 +71,7 @@ def progress_bar(show: bool) -> Iterator[Callable[[str, int, int], None]]:
     if not (show and console.is_terminal):
         yield progress_lines() if show else lambda text, done, total: None
         return
-    columns = (TextColumn("{task.description:<36}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
+    columns = (TextColumn("{task.description:<36}", markup=False), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
     with Progress(*columns, console=console, transient=True) as bar:
         task = bar.add_task("starting", total=None)
         yield lambda text, done, total: bar.update(task, description=text, completed=done, total=total)

@@ -11,7 +11,7 @@ from whet.commands._console import Json, console, plain_errors, progress_bar
 
 def command(
     files: Annotated[list[str] | None, typer.Argument(
-        metavar="[FILES]...", help="Text files, and folders of them (default: the sources of Python's standard library).",
+        metavar="FILES", help="Text files, and folders of them (default: the sources of Python's standard library).",
     )] = None,
     out: Annotated[str, typer.Option("--out", "-o", metavar="DIR", help="Folder the shards are written to.")] = "shards",
     tokenizer: Annotated[str, typer.Option(help="bytes, gpt2, or a path to a tokenizer.json.")] = "bytes",

@@ -128,7 +128,8 @@ def trained(
     with progress_bar(shown) as progress:
         after = measure_overhead if overhead else (lambda run: None)
         try:
-            return train(found, folder, resume, Lock.read(lock_path(lock)), say, progress, after)
+            live = progress if shown and console.is_terminal else (lambda text, done, total: None)
+            return train(found, folder, resume, Lock.read(lock_path(lock)), say, progress, after, live)
         finally:
             free_memory()
 

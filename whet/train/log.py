@@ -12,6 +12,7 @@ from typing import Any
 from whet.figures import error_line
 from whet.trackers import log_choices
 
+Progress = Callable[[str, int, int], None]
 RUN, LOG, FORMAT = "run.json", "log.jsonl", 1
 
 
@@ -28,11 +29,13 @@ def read_log(path: Path) -> list[dict]:
 class RunLog:
     """The log of a run. Only rank 0 writes; the others' is silent.
 
-    say   prints a line
+    say    prints a line
+    live   shows a line in the place of the one before, with the step and the number of steps
     """
 
-    def __init__(self, folder: Path, writes: bool, say: Callable[[str], None]):
-        self.folder, self.writes, self.say = folder, writes, say if writes else lambda text: None
+    def __init__(self, folder: Path, writes: bool, say: Callable[[str], None], live: Progress = lambda text, done, total: None):
+        self.folder, self.writes, self.live = folder, writes, live
+        self.say = say if writes else lambda text: None
         self.path = folder / LOG
         self.tensorboard: Any = None
         self.wandb: Any = None
@@ -120,7 +123,9 @@ class RunLog:
 
 def step_line(at: dict) -> str:
     """'step 120/1000  loss 3.412  1,234 tok/s  41% MFU  5.1 GiB  4:10 left'."""
-    parts = [f"step {at['step']}/{at['steps']}", f"loss {at['loss']:.4f}", f"lr {at['lr']:.2e}", f"{at['tok_s']:,.0f} tok/s"]
+    parts = [f"step {at['step']}/{at['steps']}", f"loss {at['loss']:.4f}"]
+    parts += [f"lr {at['lr']:.2e}"] if at.get("lr") is not None else []
+    parts.append(f"{at['tok_s']:,.0f} tok/s")
     if at.get("mfu") is not None:
         parts.append(f"{100 * at['mfu']:.0f}% MFU")
     if at.get("memory_mib") is not None:
