@@ -99,6 +99,11 @@ def plain_errors(kept: str | Callable[[], str]) -> Iterator[None]:
     except ValueError as e:
         typer.echo(f"whet: {e}", err=True)
         raise typer.Exit(2) from None
+    except OSError as e:
+        if e.filename is None:  # as of standard output, which whet.__main__ answers for
+            raise
+        typer.echo(f"whet: {e.filename}: {e.strerror or type(e).__name__}", err=True)
+        raise typer.Exit(2) from None
     except KeyboardInterrupt:
         typer.echo(f"whet: stopped; {kept if isinstance(kept, str) else kept()}", err=True)
         raise typer.Exit(130) from None

@@ -27,9 +27,13 @@ def command(
 
     with plain_errors("nothing is kept"), progress_bar(not as_json) as progress:
         chosen = tokenize.load_tokenizer(tokenizer)
+        if not out or "" in (files or ()):
+            raise ValueError("data: an empty name is no file and no folder; name FILES, and a folder with -o")
         if files:
             texts, others = tokenize.documents(files, Path(out), progress)
             source = files
+            if others and not texts:
+                raise ValueError(f"data: there is no text in {', '.join(files)}: files that are not UTF-8, skipped: {others:,}")
         else:
             texts, others = tokenize.standard_library(), 0
             source = [data.STANDARD_LIBRARY]

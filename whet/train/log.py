@@ -1,6 +1,7 @@
 """What a run leaves behind as it goes: run.json, log.jsonl, a tracker's curves, and a line for whoever watches."""
 
 import contextlib
+import importlib
 import json
 import math
 import os
@@ -44,20 +45,25 @@ class RunLog:
         """run.json, and the trackers that were asked for; one that cannot be had is an error before any step."""
         if not self.writes:
             return
-        self.facts(facts)
-        if tensorboard:
-            try:
-                from torch.utils.tensorboard import SummaryWriter
-            except ImportError:
-                raise ValueError("train: run.tensorboard needs the package tensorboard: pip install tensorboard") from None
-            self.tensorboard = SummaryWriter(str(self.folder / "tensorboard"))
-        if wandb:
-            try:
-                import wandb as package
-            except ImportError:
-                raise ValueError("train: run.wandb needs the package wandb: pip install wandb") from None
+        writer = self._package("torch.utils.tensorboard", "tensorboard") if tensorboard else None
+        package = self._package("wandb", "wandb") if wandb else None
+        self.facts(facts)  # once nothing is missing: a folder with run.json is a run
+        if writer is not None:
+            self.tensorboard = writer.SummaryWriter(str(self.folder / "tensorboard"))
+        if package is not None:
             where: Any = dict(name=self.folder.name, dir=str(self.folder), mode=wandb, id=facts["id"], resume="allow")
-            self.wandb = package.init(project="whet", config=facts["recipe"], **where)
+            try:
+                self.wandb = package.init(project="whet", config=facts["recipe"], **where)
+            except Exception as e:  # no login, no network: wandb has an error for each
+                fix = f"begin with --resume and run.wandb=offline, or without it; {self.folder} has no step yet"
+                raise ValueError(f"train: run.wandb={wandb}: {error_line(e)}; {fix}") from None
+
+    @staticmethod
+    def _package(module: str, name: str) -> Any:
+        try:
+            return importlib.import_module(module)
+        except ImportError:
+            raise ValueError(f"train: run.{name} needs the package {name}: pip install {name}") from None
 
     def facts(self, facts: dict) -> None:
         """Write run.json."""
@@ -69,7 +75,8 @@ class RunLog:
             made.write_text(json.dumps(facts, indent=1) + "\n")
             os.replace(made, self.folder / RUN)
         except OSError as e:
-            raise ValueError(f"train: {self.folder} cannot be written: {e.strerror or e}; name another with --runs") from None
+            why = f"{self.folder} cannot be written: {e.strerror or e}; name another by --name or --runs"
+            raise ValueError(f"train: {why}") from None
 
     def cut_back(self, step: int) -> None:
         """Forget what was logged after this step: a resumed run goes on from there."""
