@@ -1,5 +1,6 @@
 """whet train, data and compare as a demanding user meets them: what is shown, and what is wrong in one line."""
 
+import hashlib
 import io
 import json
 import sys
@@ -10,11 +11,12 @@ import numpy as np
 import pytest
 from rich.console import Console
 from test_train_commands import SETTINGS, invoke
-from test_train_loop import quiet, shards, small  # noqa: F401
+from test_train_loop import losses, quiet, shards, small  # noqa: F401
 
 from whet.commands import _console, train
 from whet.train import loop
 from whet.train.data import ShardWriter
+from whet.train.loop import train as train_run
 
 
 def one_line(*words: str) -> str:
@@ -151,3 +153,42 @@ def test_text_that_is_none_is_said_and_empty_names_are_refused(tmp_path, monkeyp
     assert "there is no text in a.txt: files that are not UTF-8, skipped: 1" in one_line("data", "a.txt", "-o", "out")
     assert "empty name" in one_line("data", "", "-o", "out") and "empty name" in one_line("data", "a.txt", "-o", "")
     assert [p.name for p in tmp_path.iterdir()] == ["a.txt"]
+
+
+def test_another_model_of_the_same_shapes_is_not_resumed(shards, tmp_path):  # noqa: F811
+    quiet(small(shards, train__steps=2), tmp_path / "run")
+    for key, value in (("activation", "relu2"), ("theta", 500.0)):
+        with pytest.raises(ValueError, match=f"is of a model with {key} .* resume with --set model.{key}="):
+            quiet(small(shards, train__steps=4, **{f"model__{key}": value}), tmp_path / "run", resume=True)
+
+
+def test_a_resume_says_what_it_does_otherwise_than_the_run_began(shards, tmp_path):  # noqa: F811
+    quiet(small(shards, train__steps=2), tmp_path / "run")
+    said = []
+    train_run(small(shards, train__steps=4, train__lr=1e-3), tmp_path / "run", resume=True, say=said.append)
+    assert "resumed from step-00000002, with train.steps 4, which was 2; train.lr 0.001, which was 0.003" in said
+    said.clear()
+    train_run(small(shards, train__steps=4, train__lr=1e-3), tmp_path / "run", resume=True, say=said.append)
+    assert "resumed from step-00000004" in said
+
+
+def test_damaged_lines_of_a_log_and_a_file_among_the_checkpoints_do_not_stop_a_resume(shards, tmp_path):  # noqa: F811
+    quiet(small(shards, train__steps=3), tmp_path / "run")
+    with open(tmp_path / "run" / "log.jsonl", "ab") as f:
+        f.write(b'\xff\xfe\n[1]\n3\nnull\n{"kind": "st')
+    (tmp_path / "run" / "checkpoints" / "step-00000009").write_text("no folder")
+    quiet(small(shards, train__steps=4), tmp_path / "run", resume=True)
+    assert [step for step, _ in losses(tmp_path / "run")] == [1, 2, 3, 4]
+
+
+def test_a_whole_checkpoint_that_another_program_wrote_is_refused(shards, tmp_path):  # noqa: F811
+    quiet(small(shards, train__steps=3), tmp_path / "run")
+    folder = tmp_path / "run" / "checkpoints" / "step-00000003"
+    state, done = (json.loads((folder / name).read_text()) for name in ("state.json", "done.json"))
+    del state["state"]["loader"]
+    text = json.dumps(state).encode()
+    (folder / "state.json").write_bytes(text)
+    done["files"]["state.json"] = {"sha256": hashlib.sha256(text).hexdigest(), "bytes": len(text)}
+    (folder / "done.json").write_text(json.dumps(done))
+    with pytest.raises(ValueError, match="step-00000003 is no checkpoint of `whet train`: its state has no loader"):
+        quiet(small(shards, train__steps=4), tmp_path / "run", resume=True)

@@ -18,13 +18,13 @@ RUN, LOG, FORMAT = "run.json", "log.jsonl", 1
 
 
 def read_log(path: Path) -> list[dict]:
-    """The lines of a log; a last one that was cut short by a kill is left out."""
+    """The lines of a log; one that is damaged, as a last one that was cut short by a kill, is left out."""
     found = []
     with contextlib.suppress(FileNotFoundError):
-        for line in path.read_text().splitlines():
+        for line in path.read_text(encoding="utf-8", errors="replace").splitlines():
             with contextlib.suppress(json.JSONDecodeError):
                 found.append(json.loads(line))
-    return found
+    return [line for line in found if isinstance(line, dict)]
 
 
 class RunLog:

@@ -26,6 +26,7 @@ from whet.train.recipe import TrainRecipe
 from whet.train.runs import read_facts
 from whet.workload import Workload, find_loss, in_precision
 
+IN_STATE = {"loader", "tokens", "time_s", "first_loss", "recipe", "model", "fingerprint", "loss", "val_loss"}  # of a checkpoint
 STARTING = 2  # steps in which a step is compiled and captured
 
 
@@ -178,13 +179,23 @@ def started(run: Training, found: Path | None, resume: bool, lock: Lock | None) 
         if run.world.rank == 0:
             checkpoint.remove_after(run.folder, run.step)
         text = f"resumed from {found.name}" if found else f"{run.folder} has no checkpoint: from the beginning"
-        run.log.event(run.step, "resume", text)
+        run.log.event(run.step, "resume", text + changed_since(earlier.get("recipe", {}), recipe.to_dict()))
     run.stepper = compile_step(
         run.made.model, run.optimizer, loss=scaled(t.accumulate), clip=t.clip or None, precision=run.autocast,
         plans=plans_of(run), log_to=ToLog(run.log, lambda: run.step),
     )
     planned(run)
     run.log.facts(facts | {"choices": run.kernels.table(), "plan": str(run.stepper.report)})
+
+
+def changed_since(before: dict, recipe: dict) -> str:
+    """', with train.lr 0.001, which was 0.002': what a resumed run does not do as it began."""
+    found = []
+    for part, values in recipe.items():
+        old = before.get(part)
+        if isinstance(values, dict) and isinstance(old, dict):
+            found += [f"{part}.{key} {v}, which was {old.get(key)}" for key, v in values.items() if old.get(key) != v]
+    return f", with {'; '.join(found)}" if found else ""
 
 
 def plans_of(run: Training) -> bool | tuple[str, ...]:
@@ -245,8 +256,14 @@ def restored(run: Training, path: Path) -> None:
     state = run.world.load(path, run.made.model, run.optimizer, run.ema)
     for group, mine in zip(groups, settings):
         group.update(mine)
+    if missing := sorted(IN_STATE - set(state)):
+        raise ValueError(f"train: {path} is no checkpoint of `whet train`: its state has no {missing[0]}; start another run")
     if state["fingerprint"] != run.shards.fingerprint():
         raise ValueError(f"train: {path} was trained on other data; resume with that, or start another run")
+    for key, mine in run.made.facts.items():
+        if key != "path" and (was := state["model"].get(key, mine)) != mine:
+            fix = f"resume with --set model.{key}={was}, or start another run"
+            raise ValueError(f"train: {path} is of a model with {key} {was}, and the recipe's has {mine}; {fix}")
     for key in ("seq_len", "seed"):
         was, now_set = state["recipe"]["train"][key], getattr(run.recipe.train, key)
         if was != now_set:
