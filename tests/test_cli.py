@@ -1,5 +1,7 @@
 """The command line as a user meets it: examples that run, errors in one line, JSON that parses, nothing lost on Ctrl-C."""
 
+import importlib
+import inspect
 import io
 import json
 import re
@@ -9,6 +11,7 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from typing import Annotated
 
 import pytest
 import typer
@@ -17,7 +20,7 @@ from rich.console import Console
 from typer.testing import CliRunner
 
 import whet.tune
-from whet.commands import _console, app
+from whet.commands import PlainHelp, _console, app
 from whet.commands._shapes import calls_of_shapes
 from whet.lock import Lock
 from whet.op import discover
@@ -294,6 +297,29 @@ def test_help_gives_units_defaults_and_an_example(command):
             assert shown or "default" in option.help, f"{option.name}: the help has no default"
     for words in UNITS.get(command, ()):
         assert words in text
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_brackets_in_a_commands_help_are_shown_as_they_are(command):
+    """Of the text that its file has: rich would take [cpu] for markup."""
+    whole = re.sub(r"[│\s]+", " ", invoke(command, "--help").output)
+    source = importlib.import_module(f"whet.commands.{command.replace(' ', '_')}").command
+    assert re.sub(r"\s+", " ", source.__doc__).strip() in whole
+    helps = [a.help for p in inspect.signature(source).parameters.values() for a in getattr(p.annotation, "__metadata__", ())]
+    assert helps and all(part in whole for text in helps for part in re.findall(r"\[[^]]*\]", text or ""))
+
+
+def test_brackets_of_arguments_and_options_are_shown_as_they_are():
+    def planted(
+        run: Annotated[str, typer.Argument(help="of [cpu]")] = "", size: Annotated[int, typer.Option(help="or [gpu]")] = 1,
+    ):
+        """Of the table [model]
+        and of [/train]."""
+
+    made = typer.Typer()
+    made.command(cls=PlainHelp)(planted)
+    text = CliRunner().invoke(made, ["--help"], env={"COLUMNS": "200", "TERMINAL_WIDTH": "200"}).output
+    assert "Of the table [model] and of [/train]." in text and "of [cpu]" in text and "or [gpu]" in text
 
 
 def interrupt(*_, **__):

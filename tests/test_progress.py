@@ -1,5 +1,9 @@
 """Progress of a long command where there is no terminal: a line now and then, on stderr."""
 
+import io
+
+from rich.console import Console
+
 from whet.commands import _console
 
 
@@ -22,3 +26,11 @@ def test_json_asks_for_no_progress(monkeypatch, capsys):
     with _console.progress_bar(True) as progress:
         progress("b", 1, 2)
     assert capsys.readouterr().err == "whet: 0 s: b, 1 of 2\n"
+
+
+def test_brackets_of_a_progress_bar_are_shown_as_they_are(monkeypatch):
+    terminal = Console(file=io.StringIO(), width=120, force_terminal=True, color_system=None, markup=False)
+    monkeypatch.setattr(_console, "console", terminal)
+    with _console.progress_bar(True) as progress:
+        progress("timing rope[triton] of [cpu]", 1, 2)
+    assert "timing rope[triton] of [cpu]" in terminal.file.getvalue()

@@ -234,7 +234,8 @@ def test_every_recipe_is_read_for_a_gpu_and_for_a_cpu():
     ("train.batchsize=4", "did you mean batch_size?"), ("trian.lr=3", "did you mean train?"),
     ("train.lr=fast", "train.lr must be"), ("train.steps=0", "at least 1"),
     ("kernels.plan=fast", "kernels.plan must be one of"), ("lr=3", "part.key=value"),
-    ("train.optimizer=sgd", "optimizer: kind"), ("train.schedule=cosin", "schedule: kind"), ("train.clip=-1", "train.clip"),
+    ("train.optimizer=sgd", "train.optimizer must"), ("train.schedule=cosin", "train.schedule must"),
+    ("train.clip=-1", "train.clip"),
 ])
 def test_a_setting_that_cannot_be_is_refused_in_one_line(text, said):
     with pytest.raises(ValueError, match=said.replace("?", r"\?")):

@@ -5,11 +5,13 @@ Files here import typer and little else; what a command needs it imports when it
 
 import importlib
 import pkgutil
+import re
 import signal
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
-from typer.core import TyperGroup
+from rich.markup import escape
+from typer.core import TyperCommand, TyperGroup
 
 MEANING = "Sharpens PyTorch transformers: kernels proven right, measured faster, with the proof shown."
 
@@ -29,6 +31,20 @@ class TwoWords(TyperGroup):
             raise typer.Exit(130) from None
 
 
+class PlainHelp(TyperCommand):
+    """A command whose help is text, not markup: brackets, as of a recipe's [cpu], come out as they are.
+
+    A paragraph is one line, to be wrapped where the terminal ends.
+    """
+
+    def __init__(self, *args, **options):
+        super().__init__(*args, **options)
+        shown: list[Any] = [self, *self.params]
+        for part in shown:
+            if text := getattr(part, "help", None):
+                part.help = escape(re.sub(r"(?<!\n)\n(?!\n)", " ", text))
+
+
 def version(show: Annotated[bool, typer.Option("--version", is_eager=True, help="Print the version (default off).")] = False):
     if show:
         from whet import machine
@@ -42,7 +58,7 @@ def application() -> typer.Typer:
     made = typer.Typer(cls=TwoWords, no_args_is_help=True, help=MEANING)
     made.callback(invoke_without_command=True)(version)
     for name in sorted(m.name for m in pkgutil.iter_modules(__path__) if not m.name.startswith("_")):
-        made.command(name.replace("_", " "))(importlib.import_module(f"{__name__}.{name}").command)
+        made.command(name.replace("_", " "), cls=PlainHelp)(importlib.import_module(f"{__name__}.{name}").command)
     return made
 
 

@@ -72,7 +72,7 @@ def progress_bar(show: bool) -> Iterator[Callable[[str, int, int], None]]:
     if not (show and console.is_terminal):
         yield progress_lines() if show else lambda text, done, total: None
         return
-    columns = (TextColumn("{task.description:<36}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
+    columns = (TextColumn("{task.description:<36}", markup=False), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
     with Progress(*columns, console=console, transient=True) as bar:
         task = bar.add_task("starting", total=None)
         yield lambda text, done, total: bar.update(task, description=text, completed=done, total=total)
@@ -99,6 +99,11 @@ def plain_errors(kept: str | Callable[[], str]) -> Iterator[None]:
         yield
     except ValueError as e:
         typer.echo(f"whet: {e}", err=True)
+        raise typer.Exit(2) from None
+    except OSError as e:
+        if e.filename is None:  # as of standard output, which whet.__main__ answers for
+            raise
+        typer.echo(f"whet: {e.filename}: {e.strerror or type(e).__name__}", err=True)
         raise typer.Exit(2) from None
     except KeyboardInterrupt:
         typer.echo(f"whet: stopped; {kept if isinstance(kept, str) else kept()}", err=True)

@@ -13,7 +13,7 @@ Mode = Annotated[str, typer.Option(help="eager (host overhead included), graph (
 
 
 def command(
-    ops: Annotated[list[str] | None, typer.Argument(metavar="[OP...]", help="Ops to time (default all).")] = None,
+    ops: Annotated[list[str] | None, typer.Argument(metavar="OP", help="Ops to time (default all).")] = None,
     shapes: Shapes = None,
     mode: Mode = "both",
     dtype: Dtype = "bfloat16",

@@ -13,7 +13,7 @@ RUN_HELP = "Run folders; those whose recipes differ only in the seed are one arm
 
 
 def command(
-    runs: Annotated[list[str] | None, typer.Argument(metavar="RUN...", help=RUN_HELP)] = None,
+    runs: Annotated[list[str] | None, typer.Argument(metavar="RUN", help=RUN_HELP)] = None,
     arm: Annotated[list[str] | None, typer.Option(
         metavar="NAME=RUN,RUN", help="Runs to take as one arm, whatever their recipes; repeatable (default: by recipe).",
     )] = None,

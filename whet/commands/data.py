@@ -11,7 +11,7 @@ from whet.commands._console import Json, console, plain_errors, progress_bar
 
 def command(
     files: Annotated[list[str] | None, typer.Argument(
-        metavar="[FILES]...", help="Text files, and folders of them (default: the sources of Python's standard library).",
+        metavar="FILES", help="Text files, and folders of them (default: the sources of Python's standard library).",
     )] = None,
     out: Annotated[str, typer.Option("--out", "-o", metavar="DIR", help="Folder the shards are written to.")] = "shards",
     tokenizer: Annotated[str, typer.Option(help="bytes, gpt2, or a path to a tokenizer.json.")] = "bytes",
@@ -27,9 +27,13 @@ def command(
 
     with plain_errors("nothing is kept"), progress_bar(not as_json) as progress:
         chosen = tokenize.load_tokenizer(tokenizer)
+        if not out or "" in (files or ()):
+            raise ValueError("data: an empty name is no file and no folder; name FILES, and a folder with -o")
         if files:
             texts, others = tokenize.documents(files, Path(out), progress)
             source = files
+            if others and not texts:
+                raise ValueError(f"data: there is no text in {', '.join(files)}: files that are not UTF-8, skipped: {others:,}")
         else:
             texts, others = tokenize.standard_library(), 0
             source = [data.STANDARD_LIBRARY]

@@ -12,6 +12,7 @@ if TYPE_CHECKING:
     from contextlib import AbstractContextManager
 
     from whet.train.loop import TrainOutcome
+    from whet.train.recipe import TrainRecipe
 
 Name = Annotated[str, typer.Argument(metavar="RECIPE", help="A name, gpt2-d12, or a TOML file; without one they are listed.")]
 Settings = Annotated[list[str] | None, typer.Option(
@@ -51,25 +52,53 @@ def command(
 
     Example: whet train gpt2-d12 --set train.steps=2 --set train.batch_size=2 --set train.seq_len=32
     """
-    with plain_errors("the checkpoints that are there stay; go on with --resume"):
+    begun: list[Path] = []
+    with plain_errors(lambda: left(begun)):
         given = settings_of(recipe, settings, tune, retune_every)
         if resume and not run:
             raise ValueError("train: --resume needs --name NAME, the run to go on with")
         name = run or f"{Path(recipe).stem}-{stamp()}"
         with together(recipe, given):
-            for folder, more in named(name, seeds):
-                outcome = trained(recipe, given | more, Path(runs) / folder, resume, lock, as_json, overhead)
+            for folder, more in fitting(recipe, given, Path(runs), named(name, seeds), resume):
+                begun.append(folder)
+                outcome = trained(recipe, given | more, folder, resume, lock, as_json, overhead)
                 ended(outcome, page, as_json)
 
 
+def left(begun: list[Path]) -> str:
+    """What a run that was stopped leaves."""
+    if not begun:
+        return "nothing was begun yet"
+    if any(begun[-1].glob("checkpoints/step-*")):
+        return f"{begun[-1]} keeps its checkpoints; go on with --resume and --name, as this run is named"
+    return f"{begun[-1]} has no checkpoint yet: --resume begins it anew"
+
+
+def fitting(recipe: str, given: dict, runs: Path, wanted: list[tuple[str, dict]], resume: bool) -> list[tuple[Path, dict]]:
+    """The folders, each looked at before the first run begins: the last seed's may be hours away."""
+    from whet.machine import this_machine
+    from whet.train.recipe import read
+    from whet.train.start import check_folder
+
+    for folder, more in wanted:
+        read(recipe, given | more, this_machine().device)
+        if first_process():  # which writes them: another may look when the first has begun
+            check_folder(runs / folder, resume)
+    return [(runs / folder, more) for folder, more in wanted]
+
+
 def named(name: str, seeds: str) -> list[tuple[str, dict]]:
-    """The folder of each run, and what its seed sets of the recipe."""
+    """The folder of each run below --runs, and what its seed sets of the recipe."""
+    path = Path(name)
+    if path.is_absolute() or ".." in path.parts or not path.name or not name.isprintable():
+        raise ValueError(f"train: --name must be a folder below --runs, such as first or mine/first, got {name!r}")
     if not seeds:
         return [(name, {})]
-    found = [text.strip() for text in seeds.split(",")]
-    if not all(text.isdigit() for text in found) or len({*found}) < len(found):
+    texts = [text.strip() for text in seeds.split(",")]
+    found = [int(text) for text in texts if text.isascii() and text.isdigit()]
+    if len({*found}) < len(texts):
         raise ValueError(f"train: --seeds takes whole numbers, each once, such as 1,2,3, got {seeds!r}")
-    return [(f"{name}-seed{text}", {"train.seed": int(text)}) for text in found]
+    return [(f"{name}-seed{seed}", {"train.seed": seed}) for seed in found]
 
 
 def together(recipe: str, given: dict) -> "AbstractContextManager":
@@ -110,6 +139,7 @@ def trained(
     recipe: str, given: dict, folder: Path, resume: bool, lock: str | None, as_json: bool, overhead: bool
 ) -> "TrainOutcome":
     """One run into its folder."""
+    from whet.figures import error_line
     from whet.lock import Lock, lock_path
     from whet.machine import this_machine
     from whet.measure import free_memory
@@ -121,16 +151,43 @@ def trained(
     found = read(recipe, given, device)
     shown = not as_json and first_process()
     say = console.print if shown else (lambda text: None)
-    if device == "cpu":
-        t, m = found.train, found.model
-        size = f"{m.size or m.name}, {t.steps} steps of {t.batch_size} x {t.seq_len} tokens"
-        say(f"no GPU here, so by the recipe's table [cpu]: {size}")
+    for line in notes(found, read(recipe, given, "cuda"), device):
+        say(line)
     with progress_bar(shown) as progress:
         after = measure_overhead if overhead else (lambda run: None)
         try:
-            return train(found, folder, resume, Lock.read(lock_path(lock)), say, progress, after)
+            live = progress if shown and console.is_terminal else (lambda text, done, total: None)
+            return train(found, folder, resume, Lock.read(lock_path(lock)), say, progress, after, live)
+        except (RuntimeError, MemoryError) as e:
+            if not out_of_memory(e):
+                raise
+            fix = "lower train.batch_size, train.seq_len or the model's sizes, or set train.checkpointed_blocks=-1"
+            raise ValueError(f"train: {folder}: out of memory: {error_line(e)}; {fix}") from None
         finally:
             free_memory()
+
+
+def notes(found: "TrainRecipe", on_gpu: "TrainRecipe", device: str) -> list[str]:
+    """What is said of the sizes and the processes before anything begins."""
+    import os
+
+    t, m, lines = found.train, found.model, []
+    if device == "cpu":
+        size = f"{m.path or m.size or m.name}, {t.steps} steps of {t.batch_size} x {t.seq_len} tokens"
+        by = "by the recipe's table [cpu]" if found != on_gpu else "and the recipe has no table [cpu]: its own sizes"
+        lines.append(f"no GPU here, {'so ' if found != on_gpu else ''}{by}: {size}")
+    if found.dist.mode and "RANK" not in os.environ:
+        lines.append(f"dist.mode={found.dist.mode} has one process here; torchrun --nproc_per_node=2 -m whet train starts two")
+    return lines
+
+
+def out_of_memory(e: BaseException) -> bool:
+    """Of a GPU, or of the host, for which PyTorch has no exception of its own."""
+    import torch
+
+    text = str(e)
+    said = ("can't allocate memory", "not enough memory", "Storage size calculation overflowed")
+    return isinstance(e, (torch.OutOfMemoryError, MemoryError)) or any(words in text for words in said)
 
 
 def first_process() -> bool:

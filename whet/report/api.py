@@ -85,9 +85,14 @@ def commands() -> Iterator[tuple[str, str, str]]:
 
     group: Any = typer.main.get_command(app)
     for name, command in sorted(group.commands.items()):
-        rows = [(f"`{usage(p)}`", shown_default(p), getattr(p, "help", "") or "") for p in command.params if p.name != "help"]
-        meaning = re.sub(r"Example: (.*)", r"Example: `\1`", inspect.cleandoc(command.help or ""))
+        rows = [(f"`{usage(p)}`", shown_default(p), unescaped(p)) for p in command.params if p.name != "help"]
+        meaning = re.sub(r"Example: (.*)", r"Example: `\1`", inspect.cleandoc(unescaped(command)))
         yield name, meaning, markdown.grid(("argument or option", "default", "meaning"), rows, text=3)
+
+
+def unescaped(shown: Any) -> str:
+    """The help of a command, argument or option, which whet.commands.PlainHelp escapes for rich."""
+    return (getattr(shown, "help", None) or "").replace("\\[", "[")
 
 
 def usage(p: click.Parameter) -> str:

@@ -189,6 +189,8 @@ def _remove(path: Path) -> None:
         hidden = _temporary(path)
         os.rename(path, hidden)
         path = hidden
+    if not path.is_dir():  # someone's file by the name of a checkpoint
+        return path.unlink()
     with contextlib.suppress(FileNotFoundError):
         os.unlink(path / DONE)
     shutil.rmtree(path)

@@ -40,7 +40,7 @@ def header_of(path: Path) -> int:
         with open(path, "rb") as f:
             head, size = f.read(HEADER_BYTES), os.fstat(f.fileno()).st_size
     except OSError as e:
-        raise ValueError(f"data: {path} cannot be read: {e.strerror}") from None
+        raise ValueError(f"data: {path} cannot be read: {e.strerror}; make shards with `whet data FILES -o DIR`") from None
     if len(head) < HEADER_BYTES:
         raise ValueError(f"data: {path} is truncated: {size:,} bytes, and the header alone has {HEADER_BYTES:,}; make it again")
     magic, version, count = (int(v) for v in np.frombuffer(head, "<i4")[:3])
@@ -108,9 +108,9 @@ class Shards:
         val = sum(count for path, count in zip(self.paths, counts) if is_val(path))
         self.train_tokens = self.total - (val if any(map(is_val, self.paths)) else int(self.total * val_fraction))
         self.meta = read_meta(self.paths[0].parent)
-        whole = paths is None or isinstance(paths, str | Path) and Path(paths).is_dir()
-        self.where = str(self.paths[0].parent if whole or len(counts) > 1 else self.paths[0])
-        if self.meta and whole and self.meta["tokens"] != self.total:
+        self.whole = paths is None or isinstance(paths, str | Path) and Path(paths).is_dir()  # then shards.json is of all
+        self.where = str(self.paths[0].parent if self.whole or len(counts) > 1 else self.paths[0])
+        if self.meta and self.whole and self.meta["tokens"] != self.total:
             known = f"{META} says {self.meta['tokens']:,} in {self.meta['files']}: shards are missing or not its own"
             raise ValueError(f"data: {self.where} has {self.total:,} tokens in {len(counts)} shards, and its {known}")
         said = self.meta["source"] if self.meta else [self.where]

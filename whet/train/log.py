@@ -1,6 +1,7 @@
 """What a run leaves behind as it goes: run.json, log.jsonl, a tracker's curves, and a line for whoever watches."""
 
 import contextlib
+import importlib
 import json
 import math
 import os
@@ -12,27 +13,30 @@ from typing import Any
 from whet.figures import error_line
 from whet.trackers import log_choices
 
+Progress = Callable[[str, int, int], None]
 RUN, LOG, FORMAT = "run.json", "log.jsonl", 1
 
 
 def read_log(path: Path) -> list[dict]:
-    """The lines of a log; a last one that was cut short by a kill is left out."""
+    """The lines of a log; one that is damaged, as a last one that was cut short by a kill, is left out."""
     found = []
     with contextlib.suppress(FileNotFoundError):
-        for line in path.read_text().splitlines():
+        for line in path.read_text(encoding="utf-8", errors="replace").splitlines():
             with contextlib.suppress(json.JSONDecodeError):
                 found.append(json.loads(line))
-    return found
+    return [line for line in found if isinstance(line, dict)]
 
 
 class RunLog:
     """The log of a run. Only rank 0 writes; the others' is silent.
 
-    say   prints a line
+    say    prints a line
+    live   shows a line in the place of the one before, with the step and the number of steps
     """
 
-    def __init__(self, folder: Path, writes: bool, say: Callable[[str], None]):
-        self.folder, self.writes, self.say = folder, writes, say if writes else lambda text: None
+    def __init__(self, folder: Path, writes: bool, say: Callable[[str], None], live: Progress = lambda text, done, total: None):
+        self.folder, self.writes, self.live = folder, writes, live
+        self.say = say if writes else lambda text: None
         self.path = folder / LOG
         self.tensorboard: Any = None
         self.wandb: Any = None
@@ -41,20 +45,25 @@ class RunLog:
         """run.json, and the trackers that were asked for; one that cannot be had is an error before any step."""
         if not self.writes:
             return
-        self.facts(facts)
-        if tensorboard:
-            try:
-                from torch.utils.tensorboard import SummaryWriter
-            except ImportError:
-                raise ValueError("train: run.tensorboard needs the package tensorboard: pip install tensorboard") from None
-            self.tensorboard = SummaryWriter(str(self.folder / "tensorboard"))
-        if wandb:
-            try:
-                import wandb as package
-            except ImportError:
-                raise ValueError("train: run.wandb needs the package wandb: pip install wandb") from None
+        writer = self._package("torch.utils.tensorboard", "tensorboard") if tensorboard else None
+        package = self._package("wandb", "wandb") if wandb else None
+        self.facts(facts)  # once nothing is missing: a folder with run.json is a run
+        if writer is not None:
+            self.tensorboard = writer.SummaryWriter(str(self.folder / "tensorboard"))
+        if package is not None:
             where: Any = dict(name=self.folder.name, dir=str(self.folder), mode=wandb, id=facts["id"], resume="allow")
-            self.wandb = package.init(project="whet", config=facts["recipe"], **where)
+            try:
+                self.wandb = package.init(project="whet", config=facts["recipe"], **where)
+            except Exception as e:  # no login, no network: wandb has an error for each
+                fix = f"begin with --resume and run.wandb=offline, or without it; {self.folder} has no step yet"
+                raise ValueError(f"train: run.wandb={wandb}: {error_line(e)}; {fix}") from None
+
+    @staticmethod
+    def _package(module: str, name: str) -> Any:
+        try:
+            return importlib.import_module(module)
+        except ImportError:
+            raise ValueError(f"train: run.{name} needs the package {name}: pip install {name}") from None
 
     def facts(self, facts: dict) -> None:
         """Write run.json."""
@@ -66,7 +75,8 @@ class RunLog:
             made.write_text(json.dumps(facts, indent=1) + "\n")
             os.replace(made, self.folder / RUN)
         except OSError as e:
-            raise ValueError(f"train: {self.folder} cannot be written: {e.strerror or e}; name another with --runs") from None
+            why = f"{self.folder} cannot be written: {e.strerror or e}; name another by --name or --runs"
+            raise ValueError(f"train: {why}") from None
 
     def cut_back(self, step: int) -> None:
         """Forget what was logged after this step: a resumed run goes on from there."""
@@ -120,7 +130,9 @@ class RunLog:
 
 def step_line(at: dict) -> str:
     """'step 120/1000  loss 3.412  1,234 tok/s  41% MFU  5.1 GiB  4:10 left'."""
-    parts = [f"step {at['step']}/{at['steps']}", f"loss {at['loss']:.4f}", f"lr {at['lr']:.2e}", f"{at['tok_s']:,.0f} tok/s"]
+    parts = [f"step {at['step']}/{at['steps']}", f"loss {at['loss']:.4f}"]
+    parts += [f"lr {at['lr']:.2e}"] if at.get("lr") is not None else []
+    parts.append(f"{at['tok_s']:,.0f} tok/s")
     if at.get("mfu") is not None:
         parts.append(f"{100 * at['mfu']:.0f}% MFU")
     if at.get("memory_mib") is not None:

@@ -20,7 +20,7 @@ from whet.measure import now
 from whet.train import checkpoint
 from whet.train.data import Loader
 from whet.train.distributed import plain, processes
-from whet.train.log import step_line
+from whet.train.log import Progress, step_line
 from whet.train.recipe import TrainRecipe
 from whet.train.schedule import set_lr
 from whet.train.start import Training, planned, prepared, resumed, started
@@ -45,16 +45,18 @@ class TrainOutcome:
 
 def train(
     recipe: TrainRecipe, folder: Path, resume: bool = False, lock: Lock | None = None,
-    say: Callable[[str], None] = print, progress: Callable[[str, int, int], None] = lambda text, done, total: None,
-    after: Callable[[Training], None] = lambda run: None,
+    say: Callable[[str], None] = print, progress: Progress = lambda text, done, total: None,
+    after: Callable[[Training], None] = lambda run: None, live: Progress = lambda text, done, total: None,
 ) -> TrainOutcome:
     """Train by the recipe into a run folder. ValueError in one line for whatever is wrong before step 0; Diverged after.
 
     after   called with the run when its last step is done and saved
+    live    is given the line of each step whose loss is read, also of those that are not printed
     """
     with processes(recipe.dist.mode) as world:
         folder = world.agreed(folder)
         run = prepared(recipe, folder, world, resume, say, progress)
+        run.log.live = live
         try:
             found = resumed(run) if resume else None
             with torch.random.fork_rng([torch.cuda.current_device()] if run.device == "cuda" else []):
@@ -175,8 +177,10 @@ def flushed(run: Training, given: Losses, began: float, shown: bool = True) -> f
             stopped(run, step, why)
     if run.watched and norm is not None and not math.isfinite(norm):  # the weights are spoilt now: nothing is saved of them
         stopped(run, last, f"the norm of the gradients is {norm}")
+    at |= dict(steps=r.train.steps, left_s=per_step * (r.train.steps - last))
     if shown:
-        run.log.say(step_line(at | dict(steps=r.train.steps, left_s=per_step * (r.train.steps - last))))
+        run.log.say(step_line(at))
+    run.log.live(step_line(at | dict(lr=None)), last, r.train.steps)
     return ended
 
 

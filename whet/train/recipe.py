@@ -16,6 +16,7 @@ from typing import Any
 
 from whet import step_plans
 from whet.step_plans import AS_IT_IS
+from whet.train import optim, schedule
 from whet.train.optim import OptimOptions
 from whet.train.schedule import Schedule
 
@@ -25,6 +26,10 @@ PRECISIONS = ("float32", "tf32", "bfloat16", "bfloat16-weights")
 PLANS = ("auto", AS_IT_IS.name, *step_plans.PLANS)
 DIST = ("", "ddp", "fsdp")
 WANDB = ("", "online", "offline")
+KINDS: dict[Any, str] = {  # of a default, in words; a bool is an int to Python, so it stands first
+    (bool, type(None)): "true or false", int: "a whole number", float: "a number", str: "a string", Mapping: "a table",
+}
+MOST_SEED = 2**32  # torch takes 64 bits, and every rank makes its own of it
 
 
 @dataclass(frozen=True)
@@ -175,17 +180,31 @@ def read(target: str, settings: Mapping[str, Any] | None = None, device: str = "
     """The recipe of a name or of a file, with [cpu] applied where there is no GPU, then the settings."""
     path = Path(target).expanduser() if target.endswith(".toml") else FOLDER / f"{target}.toml"
     if not path.is_file():
-        missing = f"no such file: {target}" if target.endswith(".toml") else f"no recipe {target!r}; {nearest(target, names())}"
+        gone = "is a directory; name the TOML file in it" if path.is_dir() else "is not there"
+        missing = f"{target} {gone}" if target.endswith(".toml") else f"no recipe {target!r}; {nearest(target, names())}"
         raise ValueError(f"recipe: {missing}")
     given, small = tables(path)
     flat = given | (small if device == "cpu" else {}) | dict(settings or {})
-    return checked(made(flat, path.stem))
+    found = checked(made(flat, path.stem))
+    asked = (settings or {}).get("train.warmup", 0)
+    if asked > found.train.warmup:  # that of a recipe is fitted to fewer steps, one that is asked for is not
+        raise ValueError(f"recipe: train.warmup must be below train.steps, {found.train.steps}, got {asked}")
+    return found
 
 
 def tables(path: Path, depth: int = 0) -> tuple[dict[str, Any], dict[str, Any]]:
     """What a file sets, by full names, and what it sets where there is no GPU; after those of the recipe that is its `base`."""
-    given = read_toml(path.read_text(), str(path))
-    small, base = flattened(given.pop("cpu", {})), given.pop("base", None)
+    try:
+        given = read_toml(path.read_text(encoding="utf-8"), str(path))
+    except UnicodeDecodeError:
+        raise ValueError(f"recipe: {path} is not UTF-8, which TOML is written in; save it so") from None
+    except OSError as e:
+        raise ValueError(f"recipe: {path} cannot be read: {e.strerror}") from None
+    small, base = given.pop("cpu", {}), given.pop("base", None)
+    for part, values in (("cpu", small), *((k, v) for k, v in given.items() if k in PARTS)):
+        if not isinstance(values, Mapping):
+            raise ValueError(f"recipe: {path}: {part} is a table, [{part}], and not a value, got {values!r}")
+    small = flattened(small)
     if base is None:
         return flattened(given), small
     places = [folder / f"{base}.toml" for folder in (path.parent, FOLDER)]
@@ -212,7 +231,8 @@ def made(flat: Mapping[str, Any], name: str) -> TrainRecipe:
     for key, value in flat.items():
         part, _, rest = key.partition(".")
         if part not in PARTS or not rest:
-            raise ValueError(f"recipe: there is no {key!r}; {nearest(part, PARTS)}")
+            fix = f"{part} is a part: set one of its keys, {part}.KEY" if part in PARTS else nearest(part, PARTS)
+            raise ValueError(f"recipe: there is no {key!r}; {fix}")
         table = parts[part]
         known = {f.name for f in fields(part_class(part))} - {"changes"}
         first, _, deeper = rest.partition(".")
@@ -244,8 +264,8 @@ def settings_of(config: Any) -> dict[str, Any]:
     return found
 
 
-def checked(recipe: TrainRecipe) -> TrainRecipe:
-    """The recipe; ValueError in one line, before any work, where a value is of a wrong kind or out of its range."""
+def check_kinds(recipe: TrainRecipe) -> None:
+    """ValueError for a value that is not of the kind of its default."""
     for part in PARTS:
         values = getattr(recipe, part)
         plain = part_class(part)()
@@ -260,27 +280,38 @@ def checked(recipe: TrainRecipe) -> TrainRecipe:
             else:
                 fine = isinstance(value, (type(default), Mapping) if isinstance(default, Mapping) else type(default))
             if not fine:
-                kind = "true or false" if isinstance(default, (bool, type(None))) else type(default).__name__
+                kind = next(words for of, words in KINDS.items() if isinstance(default, of))
                 raise ValueError(f"recipe: {part}.{f.name} must be {kind}, got {value!r}")
+
+
+def checked(recipe: TrainRecipe) -> TrainRecipe:
+    """The recipe; ValueError in one line, before any work, where a value is of a wrong kind or out of its range."""
+    check_kinds(recipe)
     t, k = recipe.train, recipe.kernels
     for key, value in (("steps", t.steps), ("batch_size", t.batch_size), ("seq_len", t.seq_len), ("accumulate", t.accumulate)):
         if value < 1:
             raise ValueError(f"recipe: train.{key} must be at least 1, got {value}")
     r = recipe.run
-    for key, value, least in (
+    counts: list[tuple[str, float, int]] = [
         ("run.log_every", r.log_every, 0), ("run.val_every", r.val_every, 0), ("run.save_every", r.save_every, 0),
         ("run.val_batches", r.val_batches, 0), ("kernels.retune_every", k.retune_every, 0), ("run.keep", r.keep, 1),
-    ):
-        if value < least:
-            raise ValueError(f"recipe: {key} must be at least {least}, got {value}")
-    for key, value, among in (
+        ("train.checkpointed_blocks", t.checkpointed_blocks, -1), ("train.seed", t.seed, 0), ("train.clip", t.clip, 0),
+    ]
+    for key, number, least in counts:
+        if not number >= least:  # nor may it be NaN
+            raise ValueError(f"recipe: {key} must be at least {least}, got {number}")
+    for key, name, among in (
         ("train.precision", t.precision, PRECISIONS), ("kernels.plan", k.plan, PLANS), ("dist.mode", recipe.dist.mode, DIST),
-        ("run.wandb", recipe.run.wandb, WANDB),
+        ("run.wandb", recipe.run.wandb, WANDB), ("train.optimizer", t.optimizer, optim.KINDS),
+        ("train.schedule", t.schedule, schedule.KINDS),
     ):
-        if value not in among:
-            raise ValueError(f"recipe: {key} must be one of {', '.join(map(repr, among))}, got {value!r}")
-    if t.clip < 0 or not 0 <= t.ema < 1:
-        raise ValueError(f"recipe: train.clip must be at least 0 and train.ema from 0 to below 1, got {t.clip} and {t.ema}")
+        if name not in among:
+            raise ValueError(f"recipe: {key} must be one of {', '.join(map(repr, among))}, got {name!r}")
+    for key, share in (("train.ema", t.ema), ("data.val", recipe.data.val)):
+        if not 0 <= share < 1:
+            raise ValueError(f"recipe: {key} must be from 0 to below 1, got {share}")
+    if t.seed >= MOST_SEED:
+        raise ValueError(f"recipe: train.seed must be below {MOST_SEED:,}, got {t.seed:,}")
     if t.warmup >= t.steps:
         recipe = replace(recipe, train=replace(t, warmup=max(0, t.steps // 10)))
     _ = recipe.schedule, recipe.optim  # both check their own values

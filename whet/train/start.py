@@ -26,6 +26,7 @@ from whet.train.recipe import TrainRecipe
 from whet.train.runs import read_facts
 from whet.workload import Workload, find_loss, in_precision
 
+IN_STATE = {"loader", "tokens", "time_s", "first_loss", "recipe", "model", "fingerprint", "loss", "val_loss"}  # of a checkpoint
 STARTING = 2  # steps in which a step is compiled and captured
 
 
@@ -87,12 +88,23 @@ class Training:
         return {k: t.to(self.device, non_blocking=True) for k, t in found.items()}
 
 
+def check_folder(folder: Path, resume: bool) -> None:
+    """ValueError where a run cannot be in this folder."""
+    try:
+        there, wrong = (folder / RUN).exists(), folder.exists() and not folder.is_dir()
+    except OSError as e:
+        raise ValueError(f"train: {folder} cannot be a run's folder: {e.strerror}; name another with --name") from None
+    if wrong:
+        raise ValueError(f"train: {folder} is a file, and a run is a folder; name another with --name")
+    if there and not resume:
+        raise ValueError(f"train: {folder} holds a run already; go on with --resume, or name another with --name")
+
+
 def prepared(
     recipe: TrainRecipe, folder: Path, world: Processes, resume: bool, say: Callable, progress: Callable
 ) -> Training:
     """Data, model and optimizer, checked against each other."""
-    if (folder / RUN).exists() and not resume:
-        raise ValueError(f"train: {folder} holds a run already; go on with --resume, or name another with --name")
+    check_folder(folder, resume)
     if recipe.model.path and recipe.kernels.force:
         raise ValueError("train: kernels.force is for models of whet's own; a folder's parts are chosen by whet.optimize")
     device, t = world.device, recipe.train
@@ -101,7 +113,7 @@ def prepared(
     meta = shards.meta or {}
     torch.manual_seed(t.seed)
     made = built(recipe, device, meta.get("vocab"))
-    if meta.get("vocab", math.inf) > made.vocab:
+    if not shards.whole or meta.get("vocab", math.inf) > made.vocab:  # a single shard may be of another making
         shards.check_vocab(made.vocab)
     if recipe.model.path:  # in training alone: what is exported keeps its own setting
         made.model.config.use_cache = False  # type: ignore[union-attr]
@@ -146,6 +158,8 @@ def started(run: Training, found: Path | None, resume: bool, lock: Lock | None) 
             run.log.say(line)
     elif not tuned:
         run.log.say("kernels: PyTorch's own calls" + ("" if run.device == "cuda" else ", since there is no GPU to choose for"))
+    if recipe.kernels.retune_every and not run.kernels.tuned:
+        run.log.say("kernels.retune_every does nothing here: no kernels were chosen that could be timed again")
     if run.device == "cuda" and t.precision != "tf32":  # whose ceiling is not measured
         run.ceiling = ceilings().tflops.get("bfloat16" if t.precision.startswith("bfloat16") else "float32", 0.0) * 1e12 or None
     earlier = read_facts(run.log.folder) if resume and (run.log.folder / RUN).exists() else {}
@@ -162,13 +176,24 @@ def started(run: Training, found: Path | None, resume: bool, lock: Lock | None) 
         run.log.cut_back(run.step)
         if run.world.rank == 0:
             checkpoint.remove_after(run.folder, run.step)
-        run.log.event(run.step, "resume", f"resumed from {found.name}" if found else "no good checkpoint: from the beginning")
+        text = f"resumed from {found.name}" if found else f"{run.folder} has no checkpoint: from the beginning"
+        run.log.event(run.step, "resume", text + changed_since(earlier.get("recipe", {}), recipe.to_dict()))
     run.stepper = compile_step(
         run.made.model, run.optimizer, loss=scaled(t.accumulate), clip=t.clip or None, precision=run.autocast,
         plans=plans_of(run), log_to=ToLog(run.log, lambda: run.step),
     )
     planned(run)
     run.log.facts(facts | {"choices": run.kernels.table(), "plan": str(run.stepper.report)})
+
+
+def changed_since(before: dict, recipe: dict) -> str:
+    """', with train.lr 0.001, which was 0.002': what a resumed run does not do as it began."""
+    found = []
+    for part, values in recipe.items():
+        old = before.get(part)
+        if isinstance(values, dict) and isinstance(old, dict):
+            found += [f"{part}.{key} {v}, which was {old.get(key)}" for key, v in values.items() if old.get(key) != v]
+    return f", with {'; '.join(found)}" if found else ""
 
 
 def plans_of(run: Training) -> bool | tuple[str, ...]:
@@ -229,8 +254,14 @@ def restored(run: Training, path: Path) -> None:
     state = run.world.load(path, run.made.model, run.optimizer, run.ema)
     for group, mine in zip(groups, settings):
         group.update(mine)
+    if missing := sorted(IN_STATE - set(state)):
+        raise ValueError(f"train: {path} is no checkpoint of `whet train`: its state has no {missing[0]}; start another run")
     if state["fingerprint"] != run.shards.fingerprint():
         raise ValueError(f"train: {path} was trained on other data; resume with that, or start another run")
+    for key, mine in run.made.facts.items():
+        if key != "path" and (was := state["model"].get(key, mine)) != mine:
+            fix = f"resume with --set model.{key}={was}, or start another run"
+            raise ValueError(f"train: {path} is of a model with {key} {was}, and the recipe's has {mine}; {fix}")
     for key in ("seq_len", "seed"):
         was, now_set = state["recipe"]["train"][key], getattr(run.recipe.train, key)
         if was != now_set:

@@ -1,0 +1,194 @@
+"""whet train, data and compare as a demanding user meets them: what is shown, and what is wrong in one line."""
+
+import hashlib
+import io
+import json
+import sys
+import types
+from pathlib import Path
+
+import numpy as np
+import pytest
+from rich.console import Console
+from test_train_commands import SETTINGS, invoke
+from test_train_loop import losses, quiet, shards, small  # noqa: F401
+
+from whet.commands import _console, train
+from whet.train import loop
+from whet.train.data import ShardWriter
+from whet.train.loop import train as train_run
+
+
+def one_line(*words: str) -> str:
+    """What the command refuses with: one line on stderr, exit code 2."""
+    result = invoke(*words)
+    assert result.exit_code == 2 and result.stderr.startswith("whet: "), (result.exit_code, result.output, result.exception)
+    assert result.stderr.count("\n") == 1, result.stderr
+    return result.stderr
+
+
+def test_on_a_terminal_a_line_shows_the_step_that_runs_and_brackets_stay(shards, monkeypatch):  # noqa: F811
+    terminal = Console(file=io.StringIO(), width=140, force_terminal=True, color_system=None, markup=False, highlight=False)
+    monkeypatch.setattr(_console, "console", terminal)
+    monkeypatch.setattr(train, "console", terminal)
+    given = [*SETTINGS, "--set", f"data.path={shards}", "--set", "run.log_every=0"]
+    result = invoke("train", "gpt2-d12", *given, "--name", "live")
+    assert result.exit_code == 0, result.output
+    shown = terminal.file.getvalue()
+    assert "by the recipe's table [cpu]: tiny, 3 steps" in shown
+    assert "step 3/3  loss" in shown and "3/3 " in shown and "tok/s" in shown
+
+
+def test_in_a_log_no_second_line_of_a_step_is_printed(shards):  # noqa: F811
+    result = invoke("train", "gpt2-d12", *SETTINGS, "--set", f"data.path={shards}", "--name", "logged")
+    assert result.exit_code == 0 and result.output.count("step 3/3  loss") == 1
+
+
+@pytest.mark.parametrize(("text", "said"), [
+    ("train.clip=nan", "train.clip must be at least 0, got nan"), ("train.ema=nan", "train.ema must be from 0 to below 1"),
+    ("data.val=nan", "data.val must be from 0 to below 1"), ("train.checkpointed_blocks=-2", "must be at least -1"),
+    ("train.seed=-1", "train.seed must be at least 0"), ("train.seed=99999999999999999999", "train.seed must be below"),
+    ("train.warmup=3", "train.warmup must be below train.steps, 3, got 3"), ("train.lr=fast", "must be a number, got 'fast'"),
+    ("train.steps=1e3", "must be a whole number"), ("kernels.force=triton", "must be a table"),
+    ("train.=3", "train is a part: set one of its keys"), ("train.lr=nan", "lr must be a number above 0"),
+    ("data.path=nowhere", "make shards with"), ("model.width=1000000000000", "out of memory: RuntimeError"),
+])
+def test_a_value_that_cannot_be_is_one_line(text, said):
+    assert said in one_line("train", "gpt2-d12", *SETTINGS, "--set", text, "--name", "never")
+    assert not Path("runs/never").exists()
+
+
+@pytest.mark.parametrize(("name", "content", "said"), [
+    ("bytes.toml", b"\xff\xfe[train]", "bytes.toml is not UTF-8"), ("cpu.toml", b"cpu = 3", "cpu is a table, [cpu]"),
+    ("part.toml", b"train = 3", "train is a table, [train]"), ("nan.toml", b"[train]\nlr = nan", "lr must be a number above 0"),
+    ("broken.toml", b"[train", "is no TOML"), ("none.toml", None, "none.toml is not there"),
+    ("dir.toml", b"", "is a directory"),
+])
+def test_a_recipe_that_cannot_be_read_is_one_line(name, content, said, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    if name == "dir.toml":
+        Path(name).mkdir()
+    elif content is not None:
+        Path(name).write_bytes(content)
+    assert said in one_line("train", f"./{name}")
+
+
+@pytest.mark.parametrize("name", ["..", "../out", "/tmp/out", ".", "a/../..", "a\nb", "a\0b"])
+def test_a_name_stays_below_the_folder_of_runs(name, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    assert "--name must be a folder below --runs" in one_line("train", "gpt2-d12", *SETTINGS, "--name", name)
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_folder_that_cannot_be_a_runs_is_one_line(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    Path("runs").mkdir()
+    Path("runs/file").write_text("mine")
+    assert "runs/file is a file" in one_line("train", "gpt2-d12", *SETTINGS, "--name", "file")
+    assert "File name too long" in one_line("train", "gpt2-d12", *SETTINGS, "--name", "x" * 300)
+    assert Path("runs/file").read_text() == "mine"
+
+
+def test_seeds_are_looked_at_before_the_first_run(shards, tmp_path, monkeypatch):  # noqa: F811
+    monkeypatch.chdir(tmp_path)
+    words = ["train", "gpt2-d12", *SETTINGS, "--set", f"data.path={shards}", "--name", "arm", "--seeds"]
+    for seeds in ("01,1", "1,\u0663", "1,"):
+        assert "each once" in one_line(*words, seeds)
+    assert "train.seed must be below" in one_line(*words, "1,99999999999")
+    Path("runs/arm-seed2").mkdir(parents=True)
+    Path("runs/arm-seed2/run.json").write_text("{}")
+    assert "runs/arm-seed2 holds a run already" in one_line(*words, "1,2") and not Path("runs/arm-seed1").exists()
+
+
+def test_a_tracker_that_is_missing_leaves_no_run_behind(shards, tmp_path, monkeypatch):  # noqa: F811
+    monkeypatch.setitem(sys.modules, "wandb", None)
+    with pytest.raises(ValueError, match="needs the package wandb"):
+        quiet(small(shards, run__wandb="offline"), tmp_path / "run")
+    assert not (tmp_path / "run").exists()
+    planted = types.ModuleType("wandb")
+    planted.init = lambda **_: 1 / 0  # type: ignore[attr-defined]
+    monkeypatch.setitem(sys.modules, "wandb", planted)
+    with pytest.raises(ValueError, match="run.wandb=online: ZeroDivisionError.*run.wandb=offline"):
+        quiet(small(shards, run__wandb="online"), tmp_path / "run")
+
+
+def test_a_shard_named_alone_is_looked_at_whatever_shards_json_says(tmp_path):
+    with ShardWriter(tmp_path, "train", 10**6) as writer:
+        writer.write(np.full(2000, 60000, np.uint16))
+    meta = dict(format=1, tokenizer="bytes", vocab=257, eos=256, files=9, tokens=9, source=["other shards"])
+    (tmp_path / "shards.json").write_text(json.dumps(meta))
+    with pytest.raises(ValueError, match="has token 60000, and the model's vocabulary ends at 256"):
+        quiet(small(tmp_path / "train_000000.bin"), tmp_path / "run")
+
+
+def test_what_a_run_cannot_do_here_is_said(shards, tmp_path, monkeypatch):  # noqa: F811
+    monkeypatch.chdir(tmp_path)
+    Path("own.toml").write_text('[model]\nsize = "tiny"\n')
+    given = [*SETTINGS, "--set", f"data.path={shards}", "--set", "train.precision=float32"]
+    result = invoke("train", "./own.toml", *given, "--set", "dist.mode=ddp", "--retune-every", "1")
+    assert result.exit_code == 0, result.output
+    assert "no GPU here, and the recipe has no table [cpu]: its own sizes: tiny, 3 steps" in result.output
+    assert "kernels.retune_every does nothing here" in result.output and "dist.mode=ddp has one process here" in result.output
+
+
+def test_a_stopped_run_says_what_it_keeps(shards, tmp_path, monkeypatch):  # noqa: F811
+    def stop(run):
+        if run.step == 2:
+            raise KeyboardInterrupt
+        return real(run)
+
+    real = loop.one_step
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(loop, "one_step", stop)
+    words = ["train", "gpt2-d12", *SETTINGS, "--set", f"data.path={shards}", "--name"]
+    result = invoke(*words, "early")
+    assert result.exit_code == 130 and "runs/early has no checkpoint yet" in result.stderr
+    result = invoke(*words, "later", "--set", "run.save_every=1")
+    assert result.exit_code == 130 and "runs/later keeps its checkpoints; go on with --resume" in result.stderr
+
+
+def test_text_that_is_none_is_said_and_empty_names_are_refused(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    Path("a.txt").write_bytes(b"\xff\xfe")
+    assert "there is no text in a.txt: files that are not UTF-8, skipped: 1" in one_line("data", "a.txt", "-o", "out")
+    assert "empty name" in one_line("data", "", "-o", "out") and "empty name" in one_line("data", "a.txt", "-o", "")
+    assert [p.name for p in tmp_path.iterdir()] == ["a.txt"]
+
+
+def test_another_model_of_the_same_shapes_is_not_resumed(shards, tmp_path):  # noqa: F811
+    quiet(small(shards, train__steps=2), tmp_path / "run")
+    for key, value in (("activation", "relu2"), ("theta", 500.0)):
+        with pytest.raises(ValueError, match=f"is of a model with {key} .* resume with --set model.{key}="):
+            quiet(small(shards, train__steps=4, **{f"model__{key}": value}), tmp_path / "run", resume=True)
+
+
+def test_a_resume_says_what_it_does_otherwise_than_the_run_began(shards, tmp_path):  # noqa: F811
+    quiet(small(shards, train__steps=2), tmp_path / "run")
+    said = []
+    train_run(small(shards, train__steps=4, train__lr=1e-3), tmp_path / "run", resume=True, say=said.append)
+    assert "resumed from step-00000002, with train.steps 4, which was 2; train.lr 0.001, which was 0.003" in said
+    said.clear()
+    train_run(small(shards, train__steps=4, train__lr=1e-3), tmp_path / "run", resume=True, say=said.append)
+    assert "resumed from step-00000004" in said
+
+
+def test_damaged_lines_of_a_log_and_a_file_among_the_checkpoints_do_not_stop_a_resume(shards, tmp_path):  # noqa: F811
+    quiet(small(shards, train__steps=3), tmp_path / "run")
+    with open(tmp_path / "run" / "log.jsonl", "ab") as f:
+        f.write(b'\xff\xfe\n[1]\n3\nnull\n{"kind": "st')
+    (tmp_path / "run" / "checkpoints" / "step-00000009").write_text("no folder")
+    quiet(small(shards, train__steps=4), tmp_path / "run", resume=True)
+    assert [step for step, _ in losses(tmp_path / "run")] == [1, 2, 3, 4]
+
+
+def test_a_whole_checkpoint_that_another_program_wrote_is_refused(shards, tmp_path):  # noqa: F811
+    quiet(small(shards, train__steps=3), tmp_path / "run")
+    folder = tmp_path / "run" / "checkpoints" / "step-00000003"
+    state, done = (json.loads((folder / name).read_text()) for name in ("state.json", "done.json"))
+    del state["state"]["loader"]
+    text = json.dumps(state).encode()
+    (folder / "state.json").write_bytes(text)
+    done["files"]["state.json"] = {"sha256": hashlib.sha256(text).hexdigest(), "bytes": len(text)}
+    (folder / "done.json").write_text(json.dumps(done))
+    with pytest.raises(ValueError, match="step-00000003 is no checkpoint of `whet train`: its state has no loader"):
+        quiet(small(shards, train__steps=4), tmp_path / "run", resume=True)
