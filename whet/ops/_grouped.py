@@ -64,44 +64,44 @@ def _grouped_down_kernel(
 def _grouped_down_bwd_kernel(
     dy_ptr, pre_ptr, down_ptr,  # (M, K, O), (M, K, W), (K, O, W), its padding zeros
     dpre_ptr, partial_ptr,  # (M, K, W), (parts, K, O, W) in fp32; None where it is not asked for
-    M, K, H, W, O,  # noqa: E741
-    BLOCK_M: tl.constexpr, BLOCK_H: tl.constexpr, BLOCK_O: tl.constexpr, IS_PADDED: tl.constexpr,
+    M, K, H, W,
+    O: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_H: tl.constexpr, BLOCK_O: tl.constexpr,  # noqa: E741
 ):
     """dpre = (dy @ down) * silu'(pre);  partial = dy.T @ silu(pre), of a part's rows.  One program, BLOCK_H columns of a group.
 
     Fuses   the gradients of the product and of SiLU, which is made again: dh and silu(pre) stay in registers. `column_sum`
             adds the parts. Programs stride over the rows.
     Moves   pre in; dpre out = 2*M*K*W * itemsize; dy, once for each block of columns, from the cache; one fp32 row per part.
-            Autograd of the stock calls: 5*M*K*H, and 2 more where it copies dh to pre's layout.
+            Autograd of the stock calls: 7*M*K*H, of which two copy dh to pre's layout.
     Rounds  silu(pre) to storage dtype, as eager does; sums in fp32, in a fixed order; dpre once.
     """
     across = tl.cdiv(W, BLOCK_H)
     k = (tl.program_id(0) // across).to(tl.int64)
     h = (tl.program_id(0) % across) * BLOCK_H + tl.arange(0, BLOCK_H)
     o = tl.arange(0, BLOCK_O)
-    down_at = (k * O + o[:, None]) * W + h[None, :]
-    in_down = (o < O)[:, None] & (h < W)[None, :]
-    down = tl.load(down_ptr + down_at, mask=in_down, other=0.0)
     total = tl.zeros((BLOCK_O, BLOCK_H), dtype=tl.float32)
     for i in range(tl.program_id(1), tl.cdiv(M, BLOCK_M), tl.num_programs(1)):
         m = (i * BLOCK_M + tl.arange(0, BLOCK_M)).to(tl.int64)
-        group = m[:, None] * K + k
+        group = m * K + k
         inside = (m < M)[:, None] & (h < W)[None, :]
-        pre = tl.load(pre_ptr + group * W + h[None, :], mask=inside, other=0.0).to(tl.float32)
-        if IS_PADDED:
-            pre = tl.where((h < H)[None, :], pre, 0.0)
-        dy = tl.load(dy_ptr + group * O + o[None, :], mask=(m < M)[:, None] & (o < O)[None, :], other=0.0)
+        pre = tl.load(pre_ptr + group[:, None] * W + h[None, :], mask=inside, other=0.0).to(tl.float32)
+        # Without padding too: else Triton makes the operand of the product apart from dpre, by a second exponential a value.
+        pre = tl.where((h < H)[None, :], pre, 0.0)
         p = tl.sigmoid(pre)
         if dpre_ptr is not None:
-            dpre = _dot_add(tl.zeros((BLOCK_M, BLOCK_H), dtype=tl.float32), dy, down) * (p + pre * p * (1.0 - p))
-            if IS_PADDED:
-                dpre = tl.where((h < H)[None, :], dpre, 0.0)
-            tl.store(dpre_ptr + group * W + h[None, :], dpre, mask=inside)
+            dh = tl.zeros((BLOCK_M, BLOCK_H), dtype=tl.float32)
+            for j in tl.static_range(O):
+                down = tl.load(down_ptr + (k * O + j) * W + h, mask=h < W, other=0.0).to(tl.float32)
+                dy = tl.load(dy_ptr + group * O + j, mask=m < M, other=0.0).to(tl.float32)
+                dh += dy[:, None] * down[None, :]
+            dpre = tl.where((h < H)[None, :], dh * (p + pre * p * (1.0 - p)), 0.0)
+            tl.store(dpre_ptr + group[:, None] * W + h[None, :], dpre, mask=inside)
         if partial_ptr is not None:
-            total = _dot_add(total, tl.trans(dy), (pre * p).to(dy.dtype))
+            dy = tl.load(dy_ptr + group[None, :] * O + o[:, None], mask=(m < M)[None, :] & (o < O)[:, None], other=0.0)
+            total = _dot_add(total, dy, (pre * p).to(dy.dtype))
     if partial_ptr is not None:
-        part = tl.program_id(1).to(tl.int64) * K * O * W
-        tl.store(partial_ptr + part + down_at, total, mask=in_down)
+        part = (tl.program_id(1).to(tl.int64) * K + k) * O
+        tl.store(partial_ptr + (part + o[:, None]) * W + h[None, :], total, mask=(o < O)[:, None] & (h < W)[None, :])
 
 
 def blocks(M: int, W: int, most_rows: int) -> dict:
@@ -130,13 +130,13 @@ def backward(dy, pre, down, need_dpre, need_ddown):
     dpre = torch.empty_like(pre) if need_dpre else None
     if not M:
         return dpre, down.new_zeros(K, O, H) if need_ddown else None
-    tile = blocks(M, W, BWD_ROWS) | dict(BLOCK_O=BLOCK_O, IS_PADDED=W > H, num_warps=4, num_stages=3)
+    tile = blocks(M, W, BWD_ROWS) | dict(BLOCK_O=BLOCK_O, num_warps=4, num_stages=3)
     turns, across = cdiv(M, tile["BLOCK_M"]), K * cdiv(W, tile["BLOCK_H"])
     most = max(1, programs(turns * across, PER_SM) // across)
     parts = cdiv(turns, cdiv(turns, most))  # as few as take as long
     partial = torch.empty(parts, K * O * W, dtype=torch.float32, device=pre.device) if need_ddown else None
     launcher(_grouped_down_bwd_kernel)[(across, parts)](
-        dy, pre, widened(down, W), dpre, partial, M, K, H, W, O, **tile
+        dy, pre, widened(down, W), dpre, partial, M, K, H, W, O=O, **tile
     )
     if partial is None:
         return dpre, None

@@ -109,26 +109,33 @@ def _fake(x, up, down, need_dx, need_dup, need_ddown):
 
 def backward(dy, x, up, down, pre, need_dx, need_dup, need_ddown):
     """dx, dup and ddown, each of no elements where it is not asked for."""
-    (K, H, D), none = up.shape, dy.new_empty(0)
-    flat = dy.reshape(-1, K, down.shape[1]).contiguous()
+    (K, O, H), none = down.shape, dy.new_empty(0)  # noqa: E741
+    flat = dy.reshape(-1, K, O).contiguous()
     dpre, ddown = _grouped.backward(flat, pre, down, need_dx or need_dup, need_ddown)
-    dx = (dpre.flatten(1) @ stacked(up)).view(x.shape) if need_dx else none
-    dup = (dpre.flatten(1).t() @ rows(x)).view(K, -1, D)[:, :H].contiguous() if need_dup else none
+    dx = (dpre.flatten(1) @ stacked(up)).view(*dy.shape[:-2], up.shape[2]) if need_dx else none
+    dup = (dpre.flatten(1).t() @ rows(x)).view(K, -1, x.shape[-1])[:, :H].contiguous() if need_dup else none
     return dx, dup, ddown if need_ddown else none
 
 
 def _bwd_fake(dy, x, up, down, pre, need_dx, need_dup, need_ddown):
-    asked = ((x, need_dx), (up, need_dup), (down, need_ddown))
-    return tuple(dy.new_empty(t.shape if need else 0) for t, need in asked)
+    K, _, H = down.shape
+    dx = dy.new_empty((*dy.shape[:-2], up.shape[2]) if need_dx else 0)
+    return dx, dy.new_empty((K, H, x.shape[-1]) if need_dup else 0), dy.new_empty(down.shape if need_ddown else 0)
+
+
+def _save(args, results):
+    """down and the pre-activations always; x only where dup asks for it, up only where dx does."""
+    x, up, down, need_dx, need_dup, need_ddown = args
+    return (x if need_dup else None, up if need_dx else None, down, results[1]), (need_dx, need_dup, need_ddown)
 
 
 FUSED = Fused(
     "grouped_mlp",
     "(Tensor x, Tensor up, Tensor down, bool need_dx, bool need_dup, bool need_ddown) -> (Tensor, Tensor)", forward, _fake,
-    "(Tensor dy, Tensor x, Tensor up, Tensor down, Tensor pre, bool need_dx, bool need_dup, bool need_ddown) "
+    "(Tensor dy, Tensor? x, Tensor? up, Tensor down, Tensor pre, bool need_dx, bool need_dup, bool need_ddown) "
     "-> (Tensor, Tensor, Tensor)",
     backward, _bwd_fake,
-    save=lambda args, results: ((*args[:3], results[1]), args[3:]),
+    save=_save,
     grads_to=(0, 1, 2, None, None, None),
 )
 
@@ -154,8 +161,6 @@ def grouped_refuses(x, up, down):
     dtype = autocast_of(x) or x.dtype
     if dtype != torch.bfloat16:
         return f"x must be bfloat16, got {dtype}"
-    if x.device.type == "cuda" and torch.cuda.get_device_capability(x.device) < (9, 0):
-        return "needs compute capability 9.0"
     H = up.shape[1]
     return f"up must have a multiple of 8 rows in a group, got {H}" if H % 8 else None if x.numel() else "x must not be empty"
 
@@ -201,7 +206,7 @@ OP = Op(
     impls={
         "torch": Impl(run_torch),
         "grouped_mm": Impl(
-            run_grouped_mm, grouped_refuses, words="`torch.nn.functional.grouped_mm` for the second product",
+            run_grouped_mm, grouped_refuses, capability=(9, 0), words="`torch.nn.functional.grouped_mm` for the second product",
             limits=("dtypes other than bf16", "groups of hidden values that are no multiple of 8", "an empty batch"),
         ),
         "triton": Impl(
