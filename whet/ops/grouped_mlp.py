@@ -166,10 +166,13 @@ def grouped_refuses(x, up, down):
 
 
 def run_grouped_mm(x, up, down):
-    """The second product by grouped_mm, which wants rows of 16 bytes: outputs are padded to a multiple of eight."""
+    """The second product by grouped_mm, which wants rows of 16 bytes: outputs are padded to the next multiple of eight.
+
+    To one that is past theirs, so that any upstream gradient is laid out anew, in such rows.
+    """
     (K, H, D), O = up.shape, down.shape[1]  # noqa: E741
     h = F.silu(F.linear(x, up.reshape(K * H, D))).view(-1, K, H)
-    wide = F.pad(down.to(h.dtype), (0, 0, 0, -O % 8))
+    wide = F.pad(down.to(h.dtype), (0, 0, 0, 8 - O % 8))
     y = F.grouped_mm(h.transpose(0, 1), wide.transpose(1, 2))[..., :O]
     return y.transpose(0, 1).reshape(*x.shape[:-1], K, O)
 
