@@ -22,6 +22,7 @@ from whet.ops.mlp import hybrid
 from whet.torch_ops import Fused
 
 MAX_O = 1024  # beyond, the hidden values would be made more than four times
+WHOLE_D = 512  # columns of 128 rows of x that fit beside two blocks of the weights: 224 KB
 
 
 @triton.jit
@@ -104,18 +105,28 @@ class MlpTile(NamedTuple):
         return cls(*map(int, found.groups()))
 
 
-def default(x) -> MlpTile:
-    """What runs untuned: fits the shared memory of every GPU that it is compiled for."""
+def default(x, gated: bool) -> MlpTile:
+    """What runs untuned. A gate halves the block of hidden values: two weights share the memory, two sums the registers."""
     if x.dtype == torch.float32:
         return MlpTile(32, 128, 32, 32, 8, 2)
-    return MlpTile(64, 256, 64, 64, 8, 3 if machine.this_machine().capability else 1)
+    if hopper(x) and x.shape[-1] <= WHOLE_D and x.shape[-1] % 16 == 0:  # addresses of single elements spill 136 bytes
+        return MlpTile(128, 256, 16 if gated else 32, WHOLE_D, 8, 2)
+    return MlpTile(64, 256, 32 if gated else 64, 64, 8, 3 if machine.this_machine().capability else 1)
+
+
+def hopper(x) -> bool:
+    """Whether x's products run on tensor cores of an SM with 227 KB of shared memory."""
+    capability = machine.this_machine().capability or (0, 0)
+    return x.dtype != torch.float32 and capability[0] in (9, 10)
 
 
 def tiles(x, up, down, gate=None, activation="silu"):
-    """Hopper's alone: "x is whole" needs 192 KB of shared memory."""
-    if (machine.this_machine().capability or (0, 0)) < (9, 0) or x.dtype == torch.float32:
+    if not hopper(x) or x.shape[-1] % 16:
         return ()
-    return ("128x256x64x64w8s3", "64x512x32x512w8s2")
+    walked = "128x256x32x64w8s3" if gate is not None else "128x256x64x64w8s3"
+    if x.shape[-1] > WHOLE_D:
+        return (walked,)
+    return ("64x512x16x512w8s2" if gate is not None else "64x512x32x512w8s2", walked)
 
 
 def fitted(tile: MlpTile, D: int, H: int, O: int) -> dict:  # noqa: E741
@@ -142,7 +153,7 @@ def forward(x, up, down, gate, activation, need_dx, need_dup, need_ddown, tile):
     flat, up, down = unit_rows(x), unit_rows(up), aligned(down)
     if M := flat.shape[0]:
         gate = None if gate is None else unit_rows(gate)
-        cut = fitted(MlpTile.read(tile) if tile else default(x), D, H, O)
+        cut = fitted(MlpTile.read(tile) if tile else default(x, gate is not None), D, H, O)
         launcher(_mlp_kernel)[(cdiv(M, cut["BLOCK_M"]) * cdiv(O, cut["BLOCK_O"]),)](
             flat, up, gate, down, y, flat.stride(0), up.stride(0), 0 if gate is None else gate.stride(0), down.stride(0), O,
             M, D, H, O, down.shape[1], **cut, **formula(activation),
