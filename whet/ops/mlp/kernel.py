@@ -27,18 +27,19 @@ WHOLE_D = 512  # columns of 128 rows of x that fit beside two blocks of the weig
 
 @triton.jit
 def _mlp_kernel(
-    x_ptr, up_ptr, gate_ptr, down_ptr,  # inputs; gate may be absent
+    x_ptr, w_ptr, down_ptr,  # inputs; w is up, or where GATED the rows of gate and up in turns
     y_ptr,  # output
-    stride_xm, stride_uh, stride_gh, stride_do, stride_ym,
+    stride_xm, stride_wh, stride_do, stride_ym,
     M, D, H, O, WIDE,  # noqa: E741
     BLOCK_M: tl.constexpr, BLOCK_O: tl.constexpr, BLOCK_H: tl.constexpr, BLOCK_D: tl.constexpr, WHOLE: tl.constexpr,
-    RELU2: tl.constexpr, SILU: tl.constexpr, TANH: tl.constexpr,
+    GATED: tl.constexpr, RELU2: tl.constexpr, SILU: tl.constexpr, TANH: tl.constexpr,
 ):
     """y = act(x @ up.T) @ down.T, with a gate (act(x @ gate.T) * (x @ up.T)) @ down.T.  One program, BLOCK_M x BLOCK_O of y.
 
     Fuses   both products and the activation: no hidden value is written. WHOLE: a row of x is one block, read once; else it
-            is read again, from L2, for every block of the hidden values. Rows of down have WIDE >= H elements.
-    Moves   x, up, gate, down in; y out = (M*D + 2*D*H + H*O + M*O) * itemsize; from L2 the weights M / BLOCK_M times.
+            is read again, from L2, for every block of the hidden values. A gate and its up are neighbouring columns of one
+            product, twice as wide as two, and in the same thread. Rows of down have WIDE >= H elements.
+    Moves   x, w, down in; y out = (M*D + D*H + H*O + M*O) * itemsize, gated D*H more; from L2 the weights M / BLOCK_M times.
     Rounds  the pre-activations and the hidden values to the storage dtype, as eager does; sums in fp32; y once.
     """
     across = tl.cdiv(O, BLOCK_O)
@@ -51,35 +52,27 @@ def _mlp_kernel(
         x = tl.load(x_rows + d[None, :], mask=(m < M)[:, None] & (d < D)[None, :], other=0.0)
     y = tl.zeros((BLOCK_M, BLOCK_O), tl.float32)
 
+    COLUMNS: tl.constexpr = 2 * BLOCK_H if GATED else BLOCK_H
+    per: tl.constexpr = 2 if GATED else 1
     for start in range(0, H, BLOCK_H):
-        h = start + tl.arange(0, BLOCK_H)
-        up_rows = up_ptr + h[None, :].to(tl.int64) * stride_uh
-        in_h = (h < H)[None, :]
+        h, column = start + tl.arange(0, BLOCK_H), start * per + tl.arange(0, COLUMNS)
+        w_rows, in_w = w_ptr + column[None, :].to(tl.int64) * stride_wh, (column < H * per)[None, :]
         if WHOLE:
-            in_w = in_h & (d < D)[:, None]
-            pre = dot(x, tl.load(up_rows + d[:, None], mask=in_w, other=0.0))
-            if gate_ptr is not None:
-                gate_rows = gate_ptr + h[None, :].to(tl.int64) * stride_gh
-                pre_gate = dot(x, tl.load(gate_rows + d[:, None], mask=in_w, other=0.0))
+            pre = dot(x, tl.load(w_rows + d[:, None], mask=in_w & (d < D)[:, None], other=0.0))
         else:
-            pre = tl.zeros((BLOCK_M, BLOCK_H), tl.float32)
-            if gate_ptr is not None:
-                gate_rows = gate_ptr + h[None, :].to(tl.int64) * stride_gh
-                pre_gate = tl.zeros((BLOCK_M, BLOCK_H), tl.float32)
+            pre = tl.zeros((BLOCK_M, COLUMNS), tl.float32)
             for at in range(0, D, BLOCK_D):
                 k = at + d
                 part = tl.load(x_rows + k[None, :], mask=(m < M)[:, None] & (k < D)[None, :], other=0.0)
-                in_w = in_h & (k < D)[:, None]
-                pre = dot_add(pre, part, tl.load(up_rows + k[:, None], mask=in_w, other=0.0))
-                if gate_ptr is not None:
-                    pre_gate = dot_add(pre_gate, part, tl.load(gate_rows + k[:, None], mask=in_w, other=0.0))
+                pre = dot_add(pre, part, tl.load(w_rows + k[:, None], mask=in_w & (k < D)[:, None], other=0.0))
         pre = pre.to(dtype).to(tl.float32)
-        if gate_ptr is None:
-            hidden, _ = _act_and_slope(pre, x_ptr, RELU2, SILU, TANH)
+        if GATED:
+            pre_gate, pre_up = tl.split(tl.reshape(pre, (BLOCK_M, BLOCK_H, 2)))
+            hidden, _ = _act_and_slope(pre_gate, x_ptr, RELU2, SILU, TANH)
+            hidden *= pre_up
         else:
-            hidden, _ = _act_and_slope(pre_gate.to(dtype).to(tl.float32), x_ptr, RELU2, SILU, TANH)
-            hidden *= pre
-        hidden = tl.where(in_h, hidden, 0.0)  # past the last, infinite times zero may have made NaN
+            hidden, _ = _act_and_slope(pre, x_ptr, RELU2, SILU, TANH)
+        hidden = tl.where((h < H)[None, :], hidden, 0.0)  # past the last, infinite times zero may have made NaN
         in_down = (h < WIDE)[:, None] & (o < O)[None, :]
         down = tl.load(down_ptr + o[None, :] * stride_do + h[:, None], mask=in_down, other=0.0)
         y = dot_add(y, hidden.to(dtype), down)
@@ -150,13 +143,13 @@ def aligned(down):
 def forward(x, up, down, gate, activation, need_dx, need_dup, need_ddown, tile):
     (H, D), O = up.shape, down.shape[0]  # noqa: E741
     y = x.new_empty((*x.shape[:-1], O))
-    flat, up, down = unit_rows(x), unit_rows(up), aligned(down)
+    flat, down, gated = unit_rows(x), aligned(down), gate is not None
     if M := flat.shape[0]:
-        gate = None if gate is None else unit_rows(gate)
-        cut = fitted(MlpTile.read(tile) if tile else default(x, gate is not None), D, H, O)
+        w = torch.stack((gate, up), 1).view(2 * H, D) if gated else unit_rows(up)  # a copy of both, 3 MB at 512 x 1408
+        cut = fitted(MlpTile.read(tile) if tile else default(x, gated), D, H, O)
         launcher(_mlp_kernel)[(cdiv(M, cut["BLOCK_M"]) * cdiv(O, cut["BLOCK_O"]),)](
-            flat, up, gate, down, y, flat.stride(0), up.stride(0), 0 if gate is None else gate.stride(0), down.stride(0), O,
-            M, D, H, O, down.shape[1], **cut, **formula(activation),
+            flat, w, down, y, flat.stride(0), w.stride(0), down.stride(0), O,
+            M, D, H, O, down.shape[1], **cut, GATED=gated, **formula(activation),
         )
     return y
 
