@@ -123,7 +123,8 @@ def trained(
     say = console.print if shown else (lambda text: None)
     if device == "cpu":
         t, m = found.train, found.model
-        size = f"{m.size or m.name}, {t.steps} steps of {t.batch_size} x {t.seq_len} tokens"
+        what = f"tasks of {t.seq_len} points" if found.data.tasks else f"{t.seq_len} tokens"
+        size = f"{m.size or m.name}, {t.steps} steps of {t.batch_size} x {what}"
         say(f"no GPU here, so by the recipe's table [cpu]: {size}")
     with progress_bar(shown) as progress:
         after = measure_overhead if overhead else (lambda run: None)

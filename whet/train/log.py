@@ -12,7 +12,7 @@ from typing import Any
 from whet.figures import error_line
 from whet.trackers import log_choices
 
-RUN, LOG, FORMAT = "run.json", "log.jsonl", 1
+RUN, LOG, TASK, FORMAT = "run.json", "log.jsonl", "task.json", 1
 
 
 def read_log(path: Path) -> list[dict]:
@@ -58,13 +58,20 @@ class RunLog:
 
     def facts(self, facts: dict) -> None:
         """Write run.json."""
+        self._file(RUN, facts)
+
+    def task(self, facts: dict) -> None:
+        """Write task.json: a held-out task as the model predicts it by now."""
+        self._file(TASK, facts)
+
+    def _file(self, name: str, facts: dict) -> None:
         if not self.writes:
             return
         try:
             self.folder.mkdir(parents=True, exist_ok=True)
-            made = self.folder / f".{RUN}.tmp"
+            made = self.folder / f".{name}.tmp"
             made.write_text(json.dumps(facts, indent=1) + "\n")
-            os.replace(made, self.folder / RUN)
+            os.replace(made, self.folder / name)
         except OSError as e:
             raise ValueError(f"train: {self.folder} cannot be written: {e.strerror or e}; name another with --runs") from None
 
@@ -120,7 +127,7 @@ class RunLog:
 
 def step_line(at: dict) -> str:
     """'step 120/1000  loss 3.412  1,234 tok/s  41% MFU  5.1 GiB  4:10 left'."""
-    parts = [f"step {at['step']}/{at['steps']}", f"loss {at['loss']:.4f}", f"lr {at['lr']:.2e}", f"{at['tok_s']:,.0f} tok/s"]
+    parts = [f"step {at['step']}/{at['steps']}", f"loss {at['loss']:.4f}", f"lr {at['lr']:.2e}", f"{at['tok_s']:,.0f} {at.get('unit', 'tok')}/s"]
     if at.get("mfu") is not None:
         parts.append(f"{100 * at['mfu']:.0f}% MFU")
     if at.get("memory_mib") is not None:

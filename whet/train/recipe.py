@@ -25,6 +25,7 @@ PRECISIONS = ("float32", "tf32", "bfloat16", "bfloat16-weights")
 PLANS = ("auto", AS_IT_IS.name, *step_plans.PLANS)
 DIST = ("", "ddp", "fsdp")
 WANDB = ("", "online", "offline")
+TASKS = ("", "gp")
 
 
 @dataclass(frozen=True)
@@ -65,10 +66,16 @@ class TrainPart:
 
 @dataclass(frozen=True)
 class DataPart:
-    """path: a folder of .bin shards or one of them; empty: the sources of Python's standard library, as bytes."""
+    """path: a folder of .bin shards or one of them; empty: the sources of Python's standard library, as bytes.
+
+    tasks: "gp" draws regression tasks from Gaussian processes instead, for models that take tasks. train.seq_len is then the
+    points of a task, and context how many of them the model sees with their y
+    """
 
     path: str = ""
     val: float = 0.01  # of the tokens, where the folder has no shard of its own for it
+    tasks: str = ""
+    context: int = 0
 
 
 @dataclass(frozen=True)
@@ -244,6 +251,21 @@ def settings_of(config: Any) -> dict[str, Any]:
     return found
 
 
+def check_tasks(recipe: TrainRecipe) -> None:
+    """ValueError where tasks and what is for tokens, or for one of them alone, are set together."""
+    d, points = recipe.data, recipe.train.seq_len
+    if not d.tasks:
+        if d.context:
+            raise ValueError(f"recipe: data.context is of tasks, got {d.context} without them; set data.tasks = \"gp\"")
+        return
+    if d.path:
+        raise ValueError(f"recipe: data.tasks = {d.tasks!r} draws its own data and takes no data.path, got {d.path!r}")
+    if recipe.model.path:
+        raise ValueError(f"recipe: data.tasks is for models of whet's own that take tasks, got model.path {recipe.model.path!r}")
+    if not 0 < d.context < points:
+        raise ValueError(f"recipe: data.context must be from 1 to below train.seq_len, the {points} points of a task, got {d.context}")
+
+
 def checked(recipe: TrainRecipe) -> TrainRecipe:
     """The recipe; ValueError in one line, before any work, where a value is of a wrong kind or out of its range."""
     for part in PARTS:
@@ -275,10 +297,11 @@ def checked(recipe: TrainRecipe) -> TrainRecipe:
             raise ValueError(f"recipe: {key} must be at least {least}, got {value}")
     for key, value, among in (
         ("train.precision", t.precision, PRECISIONS), ("kernels.plan", k.plan, PLANS), ("dist.mode", recipe.dist.mode, DIST),
-        ("run.wandb", recipe.run.wandb, WANDB),
+        ("run.wandb", recipe.run.wandb, WANDB), ("data.tasks", recipe.data.tasks, TASKS),
     ):
         if value not in among:
             raise ValueError(f"recipe: {key} must be one of {', '.join(map(repr, among))}, got {value!r}")
+    check_tasks(recipe)
     if t.clip < 0 or not 0 <= t.ema < 1:
         raise ValueError(f"recipe: train.clip must be at least 0 and train.ema from 0 to below 1, got {t.clip} and {t.ema}")
     if t.warmup >= t.steps:
