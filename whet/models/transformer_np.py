@@ -182,7 +182,8 @@ class TransformerNP(nn.Module):
 
     def mixture(self, features, context: int):
         """Of each target (logit of its weight, mu, log_sigma) of K components: (B, N, K, 3)."""
-        h, delta = self.embedded(features), None
+        h = self.embedded(features)
+        delta: Any = None
         for block in self.blocks:
             h, delta = block(h, delta, context, self.ops)
         y, _ = normed(h[:, context:], delta[:, context:], self.norm, self.c.eps, self.ops)
@@ -206,7 +207,7 @@ class TransformerNP(nn.Module):
         return mean, (share * ((2 * log_sigma).exp() + (mu - mean[..., None]).square())).sum(-1).sqrt()
 
 
-def batch(c: Any, recipe: TaskRecipe, device: str, step: int = 0) -> dict:
+def batch(c: Any, recipe: Any, device: str, step: int = 0) -> dict:
     """Features and targets of made-up functions: sums of three sines, with a little noise."""
     generator, shape = torch.Generator().manual_seed(recipe.seed + 1000 + step), (recipe.batch, recipe.seq_len)
     x = 4 * torch.rand(shape, generator=generator) - 2

@@ -127,7 +127,8 @@ class RunLog:
 
 def step_line(at: dict) -> str:
     """'step 120/1000  loss 3.412  1,234 tok/s  41% MFU  5.1 GiB  4:10 left'."""
-    parts = [f"step {at['step']}/{at['steps']}", f"loss {at['loss']:.4f}", f"lr {at['lr']:.2e}", f"{at['tok_s']:,.0f} {at.get('unit', 'tok')}/s"]
+    rate = f"{at['tok_s']:,.0f} {at.get('unit', 'tok')}/s"
+    parts = [f"step {at['step']}/{at['steps']}", f"loss {at['loss']:.4f}", f"lr {at['lr']:.2e}", rate]
     if at.get("mfu") is not None:
         parts.append(f"{100 * at['mfu']:.0f}% MFU")
     if at.get("memory_mib") is not None:

@@ -232,7 +232,7 @@ def draw_task(run: Training) -> None:
         return
     model: Any = plain(run.made.model)
     with run.set():
-        found = shown_task(run.shards, run.recipe.train.seq_len, lambda features: model.predict(features, run.shards.context))
+        found = shown_task(run.shards, lambda features: model.predict(features, run.recipe.data.context))
     run.log.task({"step": run.step, **found})
 
 

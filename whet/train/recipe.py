@@ -261,9 +261,10 @@ def check_tasks(recipe: TrainRecipe) -> None:
     if d.path:
         raise ValueError(f"recipe: data.tasks = {d.tasks!r} draws its own data and takes no data.path, got {d.path!r}")
     if recipe.model.path:
-        raise ValueError(f"recipe: data.tasks is for models of whet's own that take tasks, got model.path {recipe.model.path!r}")
+        raise ValueError(f"recipe: data.tasks is for models of whet's own, got model.path {recipe.model.path!r}")
     if not 0 < d.context < points:
-        raise ValueError(f"recipe: data.context must be from 1 to below train.seq_len, the {points} points of a task, got {d.context}")
+        wanted = f"from 1 to below train.seq_len, the {points} points of a task"
+        raise ValueError(f"recipe: data.context must be {wanted}, got {d.context}")
 
 
 def checked(recipe: TrainRecipe) -> TrainRecipe:

@@ -120,8 +120,9 @@ def prepared(
 
 def source_of(recipe: TrainRecipe, device: str) -> Shards | GPTasks:
     """Where batches come from; a model that takes something else is refused before anything is opened."""
-    if recipe.data.tasks:
+    if not recipe.model.path:
         config_of(recipe, None)
+    if recipe.data.tasks:
         return GPTasks(recipe.data.context, device)
     return Shards(recipe.data.path or None, recipe.data.val)
 

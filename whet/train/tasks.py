@@ -10,6 +10,7 @@ training and are the same for every seed.
 
 import functools
 import hashlib
+from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -21,7 +22,6 @@ from whet.train.gp import GPLaw
 
 HELD_OUT = 2**31  # tasks for validation: more than anyone takes
 VERSION = 1  # of what is drawn: a run goes on with its own alone
-BYTES = 2 * 8 * gp.AT_ONCE * 2 * gp.TERMS  # about what the largest part of a drawing takes
 SHOWN, SHOWN_CONTEXT = 80, 200  # points of the plotted task: targets, and context
 
 
@@ -59,7 +59,8 @@ class GPTasks:
     def __init__(self, context: int, device: str = "cpu"):
         self.context, self.device = context, device
         law = f"{'/'.join(gp.KERNELS)} kernels, length scales {gp.LENGTHS[0]:g} to {gp.LENGTHS[1]:g}"
-        self.source = f"tasks of Gaussian processes: {law}, noise {gp.NOISES[0]:g} to {gp.NOISES[1]:g}, {context:,} context points"
+        law += f", noise {gp.NOISES[0]:g} to {gp.NOISES[1]:g}"
+        self.source = f"tasks of Gaussian processes, each point counted as a token: {context:,} context points; {law}"
         self._exact = functools.cache(self._exact_log_likelihood)
 
     def sequences(self, split: str, seq_len: int) -> int:
@@ -108,8 +109,11 @@ class TaskLoader:
         """Which tasks this rank's next batch has."""
         return list(range(self.position + self.rank, self.position + self.batch, self.world))
 
-    def draw(self) -> Drawn:
-        """The next batch of this rank. Random numbers are drawn on the CPU, so that they are the same on every device."""
+    def draw(self, targets: Tensor | None = None) -> Drawn:
+        """The next batch of this rank. Random numbers are drawn on the CPU, so that they are the same on every device.
+
+        targets   where they lie; None: at random, as the context does
+        """
         laws, x, normals, noise = [], [], [], []
         for number in self.numbers():
             named = f"{self.seed} {number}" if self.split == "train" else f"held out {number}"
@@ -118,6 +122,8 @@ class TaskLoader:
             one: Any = dict(generator=generator, dtype=torch.float64)
             laws.append(gp.draw_law(generator))
             x.append(gp.LOW + (gp.HIGH - gp.LOW) * torch.rand(self.points, **one))
+            if targets is not None:
+                x[-1][self.source.context :] = targets
             normals.append(torch.randn(gp.normals_for(self.points), **one))
             noise.append(torch.randn(self.points, **one) * laws[-1].noise)
         self.position += self.batch
@@ -133,25 +139,20 @@ class TaskLoader:
 
     def load_state(self, state: dict[str, int]) -> None:
         if state["epoch"] or state["index"] < 0:
-            raise ValueError(f"tasks: the state {state} is not one of tasks, which have no epochs; resume with the run's own data")
+            raise ValueError(f"tasks: {state} is no state of tasks, which have no epochs; resume with the run's own data")
         self.position = state["index"]
 
 
 @torch.no_grad()
-def shown_task(source: GPTasks, points: int, predict: Any) -> dict[str, Any]:
-    """The first held-out task with the model's prediction beside the exact GP's, in plain values for the run's page.
+def shown_task(source: GPTasks, predict: Callable[[Tensor], tuple[Tensor, Tensor]]) -> dict[str, Any]:
+    """A held-out task, its targets evenly apart, with the model's prediction beside the exact GP's: plain values for a page.
 
     predict   features (1, P, 3) -> mean and standard deviation (1, N)
     """
-    drawn = source.loader(1, points, split="val").draw()
-    m, ours, exact = drawn.context, predict(drawn.batch()["features"]), drawn.exact()
-    order = drawn.x[0, m:].argsort()
-    order = order[torch.linspace(0, len(order) - 1, min(SHOWN, len(order))).round().long().to(order.device)]
-
-    def plain(t: Tensor) -> list[float]:
-        return [round(v, 4) for v in t.double().tolist()]
-
-    found = {"x": drawn.x[0, m:], "truth": drawn.f[0, m:], "mean": ours[0][0], "sd": ours[1][0], "exact_mean": exact[0][0]}
-    seen = {"context_x": drawn.x[0, :m], "context_y": drawn.y[0, :m]}
-    named: dict[str, Any] = {name: plain(t[order]) for name, t in found.items()}
-    return named | {name: plain(t[:SHOWN_CONTEXT]) for name, t in seen.items()} | {"law": asdict(drawn.laws[0])}
+    m, grid = source.context, torch.linspace(gp.LOW, gp.HIGH, SHOWN, dtype=torch.float64)
+    drawn = source.loader(1, m + SHOWN, split="val").draw(grid)
+    (mean, sd), exact = predict(drawn.batch()["features"]), drawn.exact()
+    found = {"x": drawn.x[0, m:], "truth": drawn.f[0, m:], "mean": mean[0], "sd": sd[0], "exact_mean": exact[0][0]}
+    found |= {"context_x": drawn.x[0, :m][:SHOWN_CONTEXT], "context_y": drawn.y[0, :m][:SHOWN_CONTEXT]}
+    law = {k: v for k, v in asdict(drawn.laws[0]).items() if k != "period" or drawn.laws[0].kernel == "periodic"}
+    return {name: [round(v, 4) for v in t.double().tolist()] for name, t in found.items()} | {"law": law}
