@@ -173,7 +173,8 @@ def notes(found: "TrainRecipe", on_gpu: "TrainRecipe", device: str) -> list[str]
 
     t, m, lines = found.train, found.model, []
     if device == "cpu":
-        size = f"{m.path or m.size or m.name}, {t.steps} steps of {t.batch_size} x {t.seq_len} tokens"
+        what = f"tasks of {t.seq_len} points" if found.data.tasks else f"{t.seq_len} tokens"
+        size = f"{m.path or m.size or m.name}, {t.steps} steps of {t.batch_size} x {what}"
         by = "by the recipe's table [cpu]" if found != on_gpu else "and the recipe has no table [cpu]: its own sizes"
         lines.append(f"no GPU here, {'so ' if found != on_gpu else ''}{by}: {size}")
     if found.dist.mode and "RANK" not in os.environ:

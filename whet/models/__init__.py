@@ -21,6 +21,17 @@ class Recipe:
     seed: int = 42
 
 
+@dataclass(frozen=True)
+class TaskRecipe(Recipe):
+    """A Recipe of a model that takes regression tasks: `context` of the seq_len points of a task, the rest are targets."""
+
+    context: int = 64
+
+    def __post_init__(self):
+        if not 0 < self.context < self.seq_len:
+            raise ValueError(f"recipe: a task needs more points than its {self.context:,} of context, got {self.seq_len:,}")
+
+
 class Decoder(Protocol):
     """What a model must have to be decoded: hidden states over a cache of keys and values, and what becomes of them."""
 
@@ -54,6 +65,8 @@ class Model:
     build(config, variant, ops, seed) -> module   the variants compute the same function from the same parameters
     batch(config, recipe, device) -> dict         keyword arguments of forward, which returns the loss
     decodes, samples                              whether what is built is a Decoder, and whether it is Sampleable
+    decodes                                       whether what is built is a Decoder
+    takes                                         "tokens" and labels, or "tasks": features and targets of regression
     canonical(config, named) -> dict              parameters (or gradients) of any variant under the plain variant's names
     adapt(config, variant, named) -> dict         the inverse: plain names to the variant's own
     to_hf(config, named) -> dict, dict            config.json and the parameters for Transformers; None: it is not exported
@@ -72,6 +85,7 @@ class Model:
     decodes: bool = False
     samples: bool = False
     to_hf: Callable[[Any, Mapping], tuple[dict, dict]] | None = None
+    takes: str = "tokens"
 
 
 @functools.cache
@@ -81,7 +95,7 @@ def discover() -> dict[str, Model]:
 
 
 def recipe_of(target: str) -> Recipe:
-    """How the size is trained; 'gpt2:d12@4x512': with batches of 4 rows of 512 tokens."""
+    """How the size is trained; 'gpt2:d12@4x512': with batches of 4 rows of 512 tokens, or of tasks of 512 points."""
     model, size = find(target)
     found = re.fullmatch(r"(\d+)x(\d+)", target.partition("@")[2])
     if "@" in target and not (found and int(found[1]) and int(found[2])):

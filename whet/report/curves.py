@@ -17,18 +17,23 @@ LONGEST = 100  # and over so many lines at most
 
 @dataclass(frozen=True)
 class Curve:
-    """One line of a chart. arm: which colour; faint: one that stands behind; dots: its points are few and are marked."""
+    """One line of a chart. arm: which colour; faint: one that stands behind; dots: its points are few and are marked.
+
+    shape   "line"; "area": filled, its points go around it; "scatter": its points alone
+    """
 
     name: str
     points: Points
     arm: int = 0
     faint: bool = False
     dots: bool = False
+    shape: str = "line"
 
     @property
     def look(self) -> str:
         """Its CSS classes."""
-        return f"arm{self.arm % ARMS}" + " dashed" * (self.arm >= ARMS) + " faint" * self.faint
+        shape = f" {self.shape}" if self.shape != "line" else ""
+        return f"arm{self.arm % ARMS}" + " dashed" * (self.arm >= ARMS) + " faint" * self.faint + shape
 
 
 def smoothed(points: Points) -> tuple[list[tuple[float, float]], int]:
@@ -107,9 +112,12 @@ def chart(curves: Sequence[Curve], size: tuple, x_title: str, y_title: str, zero
 
     lines = []
     for c in curves:
-        parts = [[place(*p) for p in part] for part in below(thinned(c.points, width // 2), high)]
+        most = width // 2 if c.shape == "line" else len(c.points)  # the others are few, and not in the order of x
+        parts = [[place(*p) for p in part] for part in below(thinned(c.points, most), high)] if c.shape != "scatter" else []
         path = " ".join(f"M{part[0][0]} {part[0][1]}" + "".join(f" L{x} {y}" for x, y in part[1:]) for part in parts)
-        dots = [place(x, y) for x, y in c.points if y <= high] if c.dots and len(c.points) <= width // 12 else []
+        path += " Z" * (c.shape == "area")
+        marked = c.shape == "scatter" or c.dots and len(c.points) <= width // 12
+        dots = [place(x, y) for x, y in c.points if y <= high] if marked else []
         lines.append({"name": c.name, "look": c.look, "path": path, "dots": dots})
     x_marks = [(place(x, low)[0], text) for x, text in ticks(low_x, high_x, across)]
     return {

@@ -21,7 +21,7 @@ from whet.report.templates import fill
 TOKENS = ((1e9, "billions"), (1e6, "millions"), (1e3, "thousands"))
 TIMES = ((3600.0, "hours"), (60.0, "minutes"))
 RUN_SECTIONS = {
-    "loss": "Loss", "speed": "Throughput", "lr": "Learning rate", "choices": "Kernel choices", "plan": "Plan",
+    "loss": "Loss", "task": "A task", "speed": "Throughput", "lr": "Learning rate", "choices": "Kernel choices", "plan": "Plan",
     "events": "Events", "recipe": "Recipe",
 }
 COMPARE_SECTIONS = {
@@ -58,6 +58,30 @@ def loss_curves(run: Mapping, axis: str, arm: int = 0, name: str = "") -> tuple[
     train, span = smoothed(points(run.get("steps") or [], axis, "loss"))
     vals = points(run.get("vals") or [], axis, "loss")
     return [Curve(f"{name}training loss", train, arm, faint=True), Curve(f"{name}validation loss", vals, arm, dots=True)], span
+
+
+def exact_curve(run: Mapping, axis: str) -> Curve:
+    """What the exact GP would have for a validation loss, over the evaluations of a run on tasks."""
+    found = [(x, -y) for x, y in points(run.get("vals") or [], axis, "exact_gp")]
+    return Curve("the exact GP", found, 2)
+
+
+def task_figure(task: Any) -> dict:
+    """One held-out task: its context, the truth, the prediction of the mixture with its band, and the exact GP's mean."""
+    task = task if isinstance(task, Mapping) else {}
+    names = ("x", "truth", "mean", "sd", "exact_mean", "context_x", "context_y")
+    x, truth, mean, sd, exact, context_x, context_y = ([number(v) or 0.0 for v in task.get(name) or []] for name in names)
+    high, low = ([(a, m + side * 2 * s) for a, m, s in zip(x, mean, sd)] for side in (1, -1))
+    curves = [
+        Curve("mean ± 2 standard deviations", [*high, *low[::-1]], shape="area"), Curve("the mixture's mean", [*zip(x, mean)]),
+        Curve("the exact GP's mean", [*zip(x, exact)], 2), Curve("the function", [*zip(x, truth)], 3),
+        Curve("context", [*zip(context_x, context_y)], 4, shape="scatter"),
+    ]
+    curves, law = [c for c in curves if c.points], task.get("law") if isinstance(task.get("law"), Mapping) else {}
+    said = ", ".join(f"{k} {v if isinstance(v, str) else f'{number(v) or 0:.3g}'}" for k, v in (law or {}).items())
+    caption = f"A held-out task at step {task.get('step')}, drawn from {said or 'a Gaussian process'}."
+    legend = [(c.look, c.name) for c in curves]
+    return {"charts": charts(curves, "x", "y"), "caption": caption, "legend": legend, "label": "y over x of one task"}
 
 
 def flat(values: Mapping[str, Any], prefix: str = "") -> dict[str, str]:
@@ -112,6 +136,8 @@ def run_stats(run: Mapping) -> list[tuple[str, str, str]]:
     loss, val = last(steps, "loss"), last(vals, "loss")
     best = min((v for line in vals if (v := number(line.get("loss"))) is not None), default=None)
     found = [("validation loss", f"{val:.4f}", f"lowest {best:.4f}")] if val is not None and best is not None else []
+    if val is not None and (exact := last(vals, "exact_gp")) is not None:
+        found = [("log-likelihood a target", f"{-val:.4f}", f"the exact GP's {exact:.4f}")]
     found += [("training loss", f"{loss:.4f}", "of the last step")] if loss is not None else []
     if steps:
         tokens, seconds = last(steps, "tokens"), last(steps, "time_s")
@@ -137,6 +163,8 @@ def run_page(run: Mapping, command: str = "whet train") -> str:
     """A run's curves, choices, plan, events and recipe as one page."""
     steps, recipe = run.get("steps") or [], run.get("recipe") if isinstance(run.get("recipe"), Mapping) else {}
     curves, span = loss_curves(run, "tokens")
+    exact = exact_curve(run, "tokens")
+    curves += [exact] if exact.points else []
     averaged = f"averaged over about {span} lines of the log" if span > 1 else "as it is logged"
     legend = [(c.look, c.name) for c in curves if c.points]
     speed, lr = (Curve(name, points(steps, "step", key)) for name, key in (("tokens/s", "tok_s"), ("learning rate", "lr")))
@@ -145,6 +173,7 @@ def run_page(run: Mapping, command: str = "whet train") -> str:
     lines += [f"data: {data['source']}"] if data and data.get("source") else []
     found: dict[str, Any] = {
         "loss": figure(curves, "tokens", "loss", f"The training loss is {averaged}.", legend, cut=True),
+        "task": task_figure(run.get("task")),
         "speed": figure([speed], "step", "tokens/s", "Of each step, evaluation and saving left out.", [], zero=True),
         "lr": figure([lr], "step", "learning rate", "As the schedule set it.", [], zero=True),
         "choices": choices_table(run.get("choices")), "plan": plan_of(run), "events": events_table(run.get("events") or []),

@@ -22,8 +22,8 @@ Batch = dict[str, torch.Tensor]
 class TrainedModel:
     """A model that returns its loss.
 
-    inputs   makes what its forward takes of a loader's tokens and labels
-    vocab    ids that it knows
+    inputs   makes what its forward takes of a loader's tokens and labels, or features and targets
+    vocab    ids that it knows; 0 where it takes tasks
     facts    its configuration, for run.json and for sampling
     """
 
@@ -37,13 +37,17 @@ class TrainedModel:
         return sum(p.numel() for p in self.model.parameters())
 
     def flops_per_token(self, seq_len: int) -> float:
-        """Of forward and backward: six for each weight of a product, and attention's two products over the whole square."""
+        """Of forward and backward: six for each weight of a product, and attention's two products over the whole square.
+
+        Of a task: attention over its context, and heads, the weights with three dimensions, of targets alone.
+        """
         heads = {id(m.weight) for m in self.model.modules() if isinstance(m, nn.Linear)}
         tables = {id(m.weight): m.weight for m in self.model.modules() if isinstance(m, nn.Embedding)}
         wide = [key for key, w in tables.items() if w.shape[0] >= self.vocab]  # that of tokens is the first
         looked_up = set(tables) - heads - set(wide[:1] if self.facts.get("tied") else [])
-        weights = sum(p.numel() for p in self.model.parameters() if p.dim() >= 2 and id(p) not in looked_up)
-        return 6.0 * weights + 12.0 * self.facts.get("layers", 0) * self.facts.get("width", 0) * seq_len
+        seen, products = self.facts.get("context") or 0, [p for p in self.model.parameters() if id(p) not in looked_up]
+        weights = sum(p.numel() * (1 - seen / seq_len if p.dim() > 2 else 1) for p in products if p.dim() >= 2)
+        return 6.0 * weights + 12.0 * self.facts.get("layers", 0) * self.facts.get("width", 0) * (seen or seq_len)
 
 
 def config_of(recipe: TrainRecipe, vocab: int | None) -> tuple[Any, Any]:
@@ -51,6 +55,9 @@ def config_of(recipe: TrainRecipe, vocab: int | None) -> tuple[Any, Any]:
     part = recipe.model
     model, size = find(f"{part.name}:{part.size}" if part.size else part.name)
     config, changes = model.sizes[size], dict(part.changes)
+    if (model.takes == "tasks") != bool(recipe.data.tasks):
+        fix = 'set data.tasks = "gp"' if model.takes == "tasks" else "leave data.tasks empty"
+        raise ValueError(f"recipe: {part.name} takes {model.takes}, got data.tasks {recipe.data.tasks!r}; {fix}")
     known = {f.name: f for f in fields(config)}
     if unknown := [k for k in changes if k not in known]:
         raise ValueError(f"recipe: model {part.name} has no {unknown[0]!r}; {nearest(unknown[0], known)}")
@@ -79,7 +86,8 @@ def of_whet(recipe: TrainRecipe, vocab: int | None) -> TrainedModel:
     module = model.build(config, model.tuned, Choices(), seed=recipe.train.seed)
     facts = {f.name: getattr(config, f.name) for f in fields(config)}
     facts |= {"width": facts.get("width", facts.get("hidden"))}
-    return TrainedModel(module, lambda batch: batch, config.vocab, facts)
+    facts |= {"context": recipe.data.context} if recipe.data.tasks else {}
+    return TrainedModel(module, lambda batch: batch, getattr(config, "vocab", 0), facts)
 
 
 def from_folder(recipe: TrainRecipe) -> TrainedModel:

@@ -145,6 +145,11 @@ class Shards:
         start, stop = self.span(split)
         return (stop - start) // (seq_len + 1)
 
+    def loader(
+        self, batch: int, seq_len: int, rank: int = 0, world: int = 1, seed: int = 0, split: str = "train"
+    ) -> "Loader":
+        return Loader(self, batch, seq_len, rank, world, seed, split)
+
     def check_vocab(self, vocab: int) -> None:
         """ValueError for a token that a model with `vocab` tokens does not have. Reads every token."""
         for i, path in enumerate(self.paths):

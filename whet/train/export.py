@@ -46,8 +46,11 @@ def recipe_of(folder: Path) -> tuple[TrainRecipe, int | None]:
 
 
 def load_run(folder: Path, at: str = "") -> LoadedRun:
-    """The run at its newest good checkpoint, or at the one that is named: step-00000100."""
+    """The run at its newest good checkpoint, or at the one that is named: step-00000100. Of runs on tokens alone."""
     recipe, vocab = recipe_of(folder)
+    if recipe.data.tasks:
+        why = f"{recipe.model.name} predicts numbers, which are no text, and Transformers has no such architecture"
+        raise ValueError(f"{folder} was trained on tasks: {why}; its page shows a prediction")
     path = folder / "checkpoints" / at if at else checkpoint.newest(folder / "checkpoints")
     if path is None:
         raise ValueError(f"{folder} has no checkpoint that is complete")

@@ -14,7 +14,7 @@ from whet.figures import error_line
 from whet.trackers import log_choices
 
 Progress = Callable[[str, int, int], None]
-RUN, LOG, FORMAT = "run.json", "log.jsonl", 1
+RUN, LOG, TASK, FORMAT = "run.json", "log.jsonl", "task.json", 1
 
 
 def read_log(path: Path) -> list[dict]:
@@ -67,13 +67,20 @@ class RunLog:
 
     def facts(self, facts: dict) -> None:
         """Write run.json."""
+        self._file(RUN, facts)
+
+    def task(self, facts: dict) -> None:
+        """Write task.json: a held-out task as the model predicts it by now."""
+        self._file(TASK, facts)
+
+    def _file(self, name: str, facts: dict) -> None:
         if not self.writes:
             return
         try:
             self.folder.mkdir(parents=True, exist_ok=True)
-            made = self.folder / f".{RUN}.tmp"
+            made = self.folder / f".{name}.tmp"
             made.write_text(json.dumps(facts, indent=1) + "\n")
-            os.replace(made, self.folder / RUN)
+            os.replace(made, self.folder / name)
         except OSError as e:
             why = f"{self.folder} cannot be written: {e.strerror or e}; name another by --name or --runs"
             raise ValueError(f"train: {why}") from None
@@ -132,7 +139,7 @@ def step_line(at: dict) -> str:
     """'step 120/1000  loss 3.412  1,234 tok/s  41% MFU  5.1 GiB  4:10 left'."""
     parts = [f"step {at['step']}/{at['steps']}", f"loss {at['loss']:.4f}"]
     parts += [f"lr {at['lr']:.2e}"] if at.get("lr") is not None else []
-    parts.append(f"{at['tok_s']:,.0f} tok/s")
+    parts.append(f"{at['tok_s']:,.0f} {at.get('unit', 'tok')}/s")
     if at.get("mfu") is not None:
         parts.append(f"{100 * at['mfu']:.0f}% MFU")
     if at.get("memory_mib") is not None:

@@ -10,6 +10,7 @@ import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch.distributed.tensor import DTensor
@@ -18,12 +19,12 @@ from whet.graphs import Mark
 from whet.lock import Lock
 from whet.measure import now
 from whet.train import checkpoint
-from whet.train.data import Loader
 from whet.train.distributed import plain, processes
 from whet.train.log import Progress, step_line
 from whet.train.recipe import TrainRecipe
 from whet.train.schedule import set_lr
 from whet.train.start import Training, planned, prepared, resumed, started
+from whet.train.tasks import GPTasks, shown_task
 from whet.train.watch import Diverged, first_bad_module, gone_bad
 from whet.workload import find_loss
 
@@ -177,7 +178,7 @@ def flushed(run: Training, given: Losses, began: float, shown: bool = True) -> f
             stopped(run, step, why)
     if run.watched and norm is not None and not math.isfinite(norm):  # the weights are spoilt now: nothing is saved of them
         stopped(run, last, f"the norm of the gradients is {norm}")
-    at |= dict(steps=r.train.steps, left_s=per_step * (r.train.steps - last))
+    at |= dict(steps=r.train.steps, left_s=per_step * (r.train.steps - last), unit="points" if r.data.tasks else "tok")
     if shown:
         run.log.say(step_line(at))
     run.log.live(step_line(at | dict(lr=None)), last, r.train.steps)
@@ -203,7 +204,7 @@ def evaluated(run: Training) -> None:
     if not size or not r.run.val_batches:
         return
     count = max(1, min(r.run.val_batches, there // size))
-    loader = Loader(run.shards, size, r.train.seq_len, run.world.rank, run.world.size, split="val")
+    loader = run.shards.loader(size, r.train.seq_len, run.world.rank, run.world.size, split="val")
     model = run.made.model.eval()
     losses = []
     with run.world.evaluating(model, run.ema):
@@ -213,12 +214,28 @@ def evaluated(run: Training) -> None:
                 loss = find_loss(model(**batch))
             assert loss is not None
             losses.append(loss.float())
+        draw_task(run)
     model.train()
     run.val_loss = run.world.mean(torch.stack(losses)).mean().item()
-    run.log.write(
-        kind="val", step=run.step, tokens=run.tokens, loss=run.val_loss, time_s=round(run.time_s, 3), sequences=count * size
-    )
-    run.log.say(f"step {run.step}/{r.train.steps}  validation loss {run.val_loss:.4f} over {count * size} sequences")
+    line: dict = dict(loss=run.val_loss, time_s=round(run.time_s, 3), sequences=count * size)
+    said = f"validation loss {run.val_loss:.4f} over {count * size} sequences"
+    if isinstance(run.shards, GPTasks):
+        exact = run.shards.exact_log_likelihood(size, r.train.seq_len, count, run.world.rank, run.world.size)
+        exact = run.world.mean(torch.tensor([exact], device=run.device)).item()
+        line |= dict(log_likelihood=-run.val_loss, exact_gp=exact)
+        said = f"log-likelihood {-run.val_loss:.4f} a target over {count * size} held-out tasks, of the exact GP {exact:.4f}"
+    run.log.write(kind="val", step=run.step, tokens=run.tokens, **line)
+    run.log.say(f"step {run.step}/{r.train.steps}  {said}")
+
+
+def draw_task(run: Training) -> None:
+    """One held-out task as the model predicts it, into the run's folder, for its page. FSDP's model has no weights apart."""
+    if not isinstance(run.shards, GPTasks) or run.world.rank or run.world.mode == "fsdp":
+        return
+    model: Any = plain(run.made.model)
+    with run.set():
+        found = shown_task(run.shards, lambda features: model.predict(features, run.recipe.data.context))
+    run.log.task({"step": run.step, **found})
 
 
 def saved(run: Training) -> None:

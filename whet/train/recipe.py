@@ -30,6 +30,7 @@ KINDS: dict[Any, str] = {  # of a default, in words; a bool is an int to Python,
     (bool, type(None)): "true or false", int: "a whole number", float: "a number", str: "a string", Mapping: "a table",
 }
 MOST_SEED = 2**32  # torch takes 64 bits, and every rank makes its own of it
+TASKS = ("", "gp")
 
 
 @dataclass(frozen=True)
@@ -70,10 +71,16 @@ class TrainPart:
 
 @dataclass(frozen=True)
 class DataPart:
-    """path: a folder of .bin shards or one of them; empty: the sources of Python's standard library, as bytes."""
+    """path: a folder of .bin shards or one of them; empty: the sources of Python's standard library, as bytes.
+
+    tasks: "gp" draws regression tasks from Gaussian processes instead, for models that take tasks. train.seq_len is then the
+    points of a task, and context how many of them the model sees with their y
+    """
 
     path: str = ""
     val: float = 0.01  # of the tokens, where the folder has no shard of its own for it
+    tasks: str = ""
+    context: int = 0
 
 
 @dataclass(frozen=True)
@@ -264,6 +271,22 @@ def settings_of(config: Any) -> dict[str, Any]:
     return found
 
 
+def check_tasks(recipe: TrainRecipe) -> None:
+    """ValueError where tasks and what is for tokens, or for one of them alone, are set together."""
+    d, points = recipe.data, recipe.train.seq_len
+    if not d.tasks:
+        if d.context:
+            raise ValueError(f"recipe: data.context is of tasks, got {d.context} without them; set data.tasks = \"gp\"")
+        return
+    if d.path:
+        raise ValueError(f"recipe: data.tasks = {d.tasks!r} draws its own data and takes no data.path, got {d.path!r}")
+    if recipe.model.path:
+        raise ValueError(f"recipe: data.tasks is for models of whet's own, got model.path {recipe.model.path!r}")
+    if not 0 < d.context < points:
+        wanted = f"from 1 to below train.seq_len, the {points} points of a task"
+        raise ValueError(f"recipe: data.context must be {wanted}, got {d.context}")
+
+
 def check_kinds(recipe: TrainRecipe) -> None:
     """ValueError for a value that is not of the kind of its default."""
     for part in PARTS:
@@ -303,7 +326,7 @@ def checked(recipe: TrainRecipe) -> TrainRecipe:
     for key, name, among in (
         ("train.precision", t.precision, PRECISIONS), ("kernels.plan", k.plan, PLANS), ("dist.mode", recipe.dist.mode, DIST),
         ("run.wandb", recipe.run.wandb, WANDB), ("train.optimizer", t.optimizer, optim.KINDS),
-        ("train.schedule", t.schedule, schedule.KINDS),
+        ("train.schedule", t.schedule, schedule.KINDS), ("data.tasks", recipe.data.tasks, TASKS),
     ):
         if name not in among:
             raise ValueError(f"recipe: {key} must be one of {', '.join(map(repr, among))}, got {name!r}")
@@ -312,6 +335,7 @@ def checked(recipe: TrainRecipe) -> TrainRecipe:
             raise ValueError(f"recipe: {key} must be from 0 to below 1, got {share}")
     if t.seed >= MOST_SEED:
         raise ValueError(f"recipe: train.seed must be below {MOST_SEED:,}, got {t.seed:,}")
+    check_tasks(recipe)
     if t.warmup >= t.steps:
         recipe = replace(recipe, train=replace(t, warmup=max(0, t.steps // 10)))
     _ = recipe.schedule, recipe.optim  # both check their own values

@@ -7,6 +7,7 @@ A last line that was cut off in writing is left out, and so is one that is damag
 back, as that of a resumed run may, the later lines count.
 """
 
+import contextlib
 import json
 import math
 import statistics
@@ -15,7 +16,7 @@ from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from whet.train.log import FORMAT, LOG, RUN
+from whet.train.log import FORMAT, LOG, RUN, TASK
 
 PAGE = "page.html"
 FIGURES = ("loss", "lr", "grad_norm", "ms", "tok_s", "mfu", "memory_mib", "time_s")
@@ -40,13 +41,17 @@ class StepLine:
 
 @dataclass(frozen=True)
 class ValLine:
-    """One evaluation. time_s: training time so far, without evaluations and checkpoints; sequences: that it ran over."""
+    """One evaluation. time_s: training time so far, without evaluations and checkpoints; sequences: that it ran over.
+
+    exact_gp   of tasks: the log-likelihood a target that the exact GP gives
+    """
 
     step: int
     tokens: int
     loss: float | None
     time_s: float | None = None
     sequences: int | None = None
+    exact_gp: float | None = None
 
 
 @dataclass(frozen=True)
@@ -123,6 +128,8 @@ class TrainRun:
         """run.json with the log, in plain values: what whet.report.run_pages takes."""
         found = {**self.facts, "name": self.name, "steps": [asdict(line) for line in self.steps]}
         found |= {"vals": [asdict(v) for v in self.vals], "events": [asdict(e) for e in self.events]}
+        with contextlib.suppress(OSError, ValueError):  # runs on tokens have none
+            found["task"] = json.loads((self.path / TASK).read_text(encoding="utf-8"))
         return found | {"medians": {key: self.median(key) for key in ("tok_s", "ms", "mfu")}}
 
 
@@ -191,7 +198,8 @@ def add(run: TrainRun, line: Any) -> None:
         run.steps.append(StepLine(step, int(line["tokens"]), **{key: finite(line.get(key)) for key in FIGURES}))
     elif kind == "val":
         loss, time_s, sequences = finite(line["loss"]), finite(line.get("time_s")), line.get("sequences")
-        val = ValLine(int(line["step"]), int(line["tokens"]), loss, time_s, None if sequences is None else int(sequences))
+        counted, exact = None if sequences is None else int(sequences), finite(line.get("exact_gp"))
+        val = ValLine(int(line["step"]), int(line["tokens"]), loss, time_s, counted, exact)
         run.vals[:] = [v for v in run.vals if v.step < val.step] + [val]
 
 

@@ -16,7 +16,7 @@ from whet.measure import ceilings
 from whet.step import CompiledStep, compile_step
 from whet.step_plans import AS_IT_IS
 from whet.train import checkpoint
-from whet.train.build import TrainedModel, built, checkpoint_blocks
+from whet.train.build import TrainedModel, built, checkpoint_blocks, config_of
 from whet.train.data import Loader, Shards
 from whet.train.distributed import Processes, plain
 from whet.train.kernels import KernelChoices, select
@@ -24,6 +24,7 @@ from whet.train.log import FORMAT, RUN, RunLog
 from whet.train.optim import Ema, MuonAdamW, make
 from whet.train.recipe import TrainRecipe
 from whet.train.runs import read_facts
+from whet.train.tasks import GPTasks, TaskLoader
 from whet.workload import Workload, find_loss, in_precision
 
 IN_STATE = {"loader", "tokens", "time_s", "first_loss", "recipe", "model", "fingerprint", "loss", "val_loss"}  # of a checkpoint
@@ -36,8 +37,8 @@ class Training:
 
     recipe: TrainRecipe
     made: TrainedModel
-    shards: Shards
-    loader: Loader
+    shards: Shards | GPTasks
+    loader: Loader | TaskLoader
     optimizer: MuonAdamW
     log: RunLog
     world: Processes
@@ -83,7 +84,7 @@ class Training:
         """A run may go on with other batches: what is behind it keeps its count."""
         return self.counted[1] + (step - self.counted[0]) * self.recipe.tokens_per_step
 
-    def batch(self, loader: Loader) -> dict[str, torch.Tensor]:
+    def batch(self, loader: Loader | TaskLoader) -> dict[str, torch.Tensor]:
         found = self.made.inputs(loader.next())
         return {k: t.to(self.device, non_blocking=True) for k, t in found.items()}
 
@@ -108,12 +109,12 @@ def prepared(
     if recipe.model.path and recipe.kernels.force:
         raise ValueError("train: kernels.force is for models of whet's own; a folder's parts are chosen by whet.optimize")
     device, t = world.device, recipe.train
-    shards = Shards(recipe.data.path or None, recipe.data.val)
-    loader = Loader(shards, t.batch_size, t.seq_len, world.rank, world.size, t.seed)
+    shards = source_of(recipe, device)
+    loader = shards.loader(t.batch_size, t.seq_len, world.rank, world.size, t.seed)
     meta = shards.meta or {}
     torch.manual_seed(t.seed)
     made = built(recipe, device, meta.get("vocab"))
-    if not shards.whole or meta.get("vocab", math.inf) > made.vocab:  # a single shard may be of another making
+    if isinstance(shards, Shards) and (not shards.whole or meta.get("vocab", math.inf) > made.vocab):  # a shard of another making
         shards.check_vocab(made.vocab)
     if recipe.model.path:  # in training alone: what is exported keeps its own setting
         made.model.config.use_cache = False  # type: ignore[union-attr]
@@ -125,6 +126,15 @@ def prepared(
     run = Training(recipe, made, shards, loader, optimizer, log, world, device, progress)
     run.ema = Ema(plain(made.model), t.ema, optimizer) if t.ema else None
     return run
+
+
+def source_of(recipe: TrainRecipe, device: str) -> Shards | GPTasks:
+    """Where batches come from; a model that takes something else is refused before anything is opened."""
+    if not recipe.model.path:
+        config_of(recipe, None)
+    if recipe.data.tasks:
+        return GPTasks(recipe.data.context, device)
+    return Shards(recipe.data.path or None, recipe.data.val)
 
 
 def resumed(run: Training) -> Path | None:
@@ -141,7 +151,7 @@ def resumed(run: Training) -> Path | None:
 def started(run: Training, found: Path | None, resume: bool, lock: Lock | None) -> None:
     """Kernels chosen, the step made, run.json written; all without the random numbers of the run. found: what was loaded."""
     recipe, t = run.recipe, run.recipe.train
-    example = run.example = run.batch(Loader(run.shards, t.batch_size, t.seq_len, run.world.rank, run.world.size, t.seed))
+    example = run.example = run.batch(run.shards.loader(t.batch_size, t.seq_len, run.world.rank, run.world.size, t.seed))
     model = plain(run.made.model)
     blocks = checkpoint_blocks(model, example, t.checkpointed_blocks)
     tuned = run.device == "cuda" if recipe.kernels.tune is None else recipe.kernels.tune
