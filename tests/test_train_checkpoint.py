@@ -349,8 +349,8 @@ def kill_at(n):
     for name in ("mkdir", "fsync", "rename", "unlink", "rmdir"):
         setattr(os, name, counted(getattr(os, name)))
     packed = checkpoint.packed
-    def parts(tensors, elsewhere=None):
-        for part in packed(tensors, elsewhere):
+    def parts(tensors, elsewhere=None, file=""):
+        for part in packed(tensors, elsewhere, file):
             yield part[: len(part) // 2]
             counted(bytes)()
             yield part[len(part) // 2 :]

@@ -12,7 +12,8 @@ from typer.testing import CliRunner
 
 from whet.autoselect import ModelConfig
 from whet.commands import app
-from whet.train.export import as_tokenizers, load_run
+from whet.train.build import TrainedModel
+from whet.train.export import LoadedRun, as_tokenizers, export, load_run, sample
 from whet.train.log import RunLog, read_log
 from whet.train.recipe import made, read, settings_of
 from whet.train.tokenize import ByteTokenizer
@@ -48,6 +49,33 @@ def test_a_run_is_sampled_and_exported_and_transformers_goes_on_with_the_same_to
     wide = load_run(tmp_path / run).trained.model.double().logits(ids)
     torch.testing.assert_close(model.double()(ids).logits, wide)
     assert invoke("export", run, "out").exit_code == 2, "a folder that is not empty is left alone"
+
+
+def test_a_run_of_tiny_llama_is_sampled_and_exported_and_whet_generate_goes_on_with_the_same_text(shards):  # noqa: F811
+    sizes = ["model.size=tiny", "model.layers=1", "model.hidden=32", "model.heads=2", "model.kv_heads=1",
+             f"data.path={shards}"]
+    sizes += ["train.steps=30", "train.batch_size=4", "train.seq_len=16", "train.lr=0.01", "train.warmup=1"]
+    trained = invoke("train", "tiny-llama", *(word for size in sizes for word in ("--set", size)), "--name", "llama")
+    assert trained.exit_code == 0, trained.output
+    sampled = invoke("sample", "runs/llama", "the cat", "--tokens", "24", "--temperature", "0")
+    assert sampled.exit_code == 0 and sampled.output.startswith("the cat") and len(set(sampled.output)) > 3
+    exported = invoke("export", "runs/llama", "out", "--json")
+    assert exported.exit_code == 0, exported.output
+    assert json.loads(exported.output)["architecture"] == "LlamaForCausalLM"
+    generated = invoke("generate", "out", "the cat", "--max-new-tokens", "24", "--device", "cpu", "--json")
+    assert generated.exit_code == 0, generated.output
+    found = json.loads(generated.stdout)
+    assert "the cat" + found["text"] == sampled.output.removesuffix("\n"), (found, sampled.output)
+
+
+def test_a_model_that_offers_no_logits_and_no_names_of_transformers_is_refused_by_name(tmp_path):
+    recipe = made({"model.name": "qwen3", "model.size": "tiny", "train.seq_len": 16}, "mine")
+    run = LoadedRun(recipe, TrainedModel(torch.nn.Linear(1, 1), dict, 96, {}), tmp_path, 1)
+    with pytest.raises(ValueError, match="a run of model qwen3 cannot be sampled; those of gpt2, tiny-llama can"):
+        sample(run, "the cat", 1, 0.0, None, 0, "bytes")
+    with pytest.raises(ValueError, match="a run of model qwen3 cannot be exported; those of gpt2, tiny-llama can"):
+        export(run, tmp_path / "out", "bytes")
+    assert not (tmp_path / "out").exists()
 
 
 def test_the_page_of_a_run_is_written_at_its_end(run, tmp_path):

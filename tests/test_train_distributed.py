@@ -8,29 +8,108 @@ import torch
 from test_train_loop import SMALL, losses, quiet, shards, small  # noqa: F401
 from torch import nn
 from torch.distributed.tensor import DTensor
-from warm import launched
+from warm import launched, together
 
 from whet.commands import app
-from whet.train.checkpoint import fault
+from whet.train.checkpoint import fault, newest
 from whet.train.distributed import SHARES, Processes, shard
 from whet.train.export import load_run
-from whet.train.optim import make, state_tensors
+from whet.train.log import read_log
+from whet.train.optim import Ema, MuonAdamW, make, state_tensors
+from whet.train.recipe import made
 from whet.train.stored import CheckpointError, StoredTensors
+
+EVERYTHING = {
+    "train.optimizer": "muon", "train.ema": 0.5, "train.accumulate": 2, "train.clip": 0.1, "train.checkpointed_blocks": -1,
+}
 
 
 def values(folder: Path) -> torch.Tensor:
-    return torch.tensor([loss for _, loss in losses(folder)])
+    """The losses of steps, their gradients' norms before clipping, and the validation losses."""
+    lines = read_log(folder / "log.jsonl")
+    found = [[line["loss"], *([line["grad_norm"]] if "grad_norm" in line else [])] for line in lines if "loss" in line]
+    return torch.tensor([value for values in found for value in values])
 
 
+def stored(folder: Path) -> dict[str, torch.Tensor]:
+    """The tensors of a run's newest checkpoint, but for random numbers, by file and name."""
+    files = [p for p in newest(folder / "checkpoints").glob("*.safetensors") if p.stem != "rng"]
+    return {f"{p.stem}/{name}": t for p in files for name, t in StoredTensors(p).but().items()}
+
+
+@pytest.mark.parametrize("changes", [{}, EVERYTHING], ids=["adamw", "muon-ema-accumulate-clip-checkpointed"])
 @pytest.mark.parametrize("mode", ["ddp", "fsdp"])
-def test_a_run_of_two_processes_then_one_then_two_has_the_losses_of_one(shards, tmp_path, mode):  # noqa: F811
-    flat = SMALL | {"data.path": str(shards), "run.save_every": 2, "train.schedule": "constant", "dist.mode": mode}
-    launched(flat | {"train.steps": 4}, tmp_path / "run", 2)
-    quiet(small(shards, train__steps=6, run__save_every=2, train__schedule="constant"), tmp_path / "run", resume=True)
-    launched(flat | {"train.steps": 8}, tmp_path / "run", 2, resume=True)
-    quiet(small(shards, train__steps=8, train__schedule="constant"), tmp_path / "one")
+def test_a_run_of_two_processes_then_one_then_two_has_the_losses_of_one(shards, tmp_path, mode, changes):  # noqa: F811
+    flat = SMALL | {"data.path": str(shards), "run.save_every": 3, "run.val_every": 1, "train.schedule": "constant"} | changes
+    launched(flat | {"train.steps": 3, "dist.mode": mode}, tmp_path / "run", 2)
+    quiet(made(flat | {"train.steps": 4}, "small"), tmp_path / "run", resume=True)
+    launched(flat | {"train.steps": 7, "dist.mode": mode}, tmp_path / "run", 2, resume=True)
+    quiet(made(flat | {"train.steps": 7}, "small"), tmp_path / "one")
     torch.testing.assert_close(values(tmp_path / "run"), values(tmp_path / "one"))
+    run, one = stored(tmp_path / "run"), stored(tmp_path / "one")
+    assert {name.split("/")[0] for name in one} == {"model", "optimizer", *(["ema"] if changes else [])}
+    torch.testing.assert_close(run, one)
     assert json.loads((tmp_path / "run" / "run.json").read_text())["world"] == 2
+
+
+def test_weights_in_16_bits_are_sharded_with_their_float32_masters(shards, tmp_path):  # noqa: F811
+    """The gradients' sums are rounded elsewhere than in one process: the losses are compared as bfloat16."""
+    changes = EVERYTHING | {"train.precision": "bfloat16-weights", "train.schedule": "constant", "run.val_every": 1}
+    flat = SMALL | {"data.path": str(shards), "train.steps": 3} | changes
+    launched(flat | {"dist.mode": "fsdp"}, tmp_path / "run", 2)
+    quiet(made(flat | {"train.steps": 5}, "small"), tmp_path / "run", resume=True)
+    quiet(made(flat | {"train.steps": 5}, "small"), tmp_path / "one")
+    torch.testing.assert_close(*(torch.tensor([x for _, x in losses(tmp_path / n)]).bfloat16() for n in ("run", "one")))
+    kept = {name: t for name, t in stored(tmp_path / "run").items() if name.endswith("master") or name.startswith("ema/")}
+    assert len(kept) > 2 and all(t.dtype == torch.float32 for t in kept.values())
+
+
+def net_of_few_rows() -> nn.Module:
+    """Of three processes the last has no share of some matrices, and of some shapes there are fewer matrices than processes."""
+    torch.manual_seed(0)
+    sizes = (4, 4, 4, 4, 4, 7, 2)
+    return nn.Sequential(*(nn.Linear(n, m, bias=False) for n, m in zip(sizes, sizes[1:])))
+
+
+def muon_steps(net: nn.Module) -> tuple[MuonAdamW, Ema]:
+    optimizer = make(net, kind="muon", lr=0.1)
+    ema = Ema(net, 0.5, optimizer)
+    for _ in range(3):
+        optimizer.zero_grad()
+        net(torch.arange(8.0).view(2, 4)).square().sum().backward()
+        optimizer.step()
+        ema.update()
+    return optimizer, ema
+
+
+def steps_of_a_group(rank: int, world: int, folder: Path) -> None:
+    """What each process does: steps, a checkpoint, and its shares read back from that."""
+    net, other = net_of_few_rows(), net_of_few_rows()
+    for model in (net, other):
+        shard(model, "cpu", world)
+    shares = {p.to_local().shape[0] for p in net.parameters()}
+    assert (0 in shares) == (rank == 2), shares
+    optimizer, ema = muon_steps(net)
+    here = Processes(rank, world, "cpu", "fsdp")
+    here.save(folder, 3, net, optimizer, {}, ema, 1)
+    of_other = make(other, kind="muon")
+    averages = Ema(other, 0.5, of_other)
+    here.load(folder / "step-00000003", other, of_other, averages)
+    pairs = [*zip(net.parameters(), other.parameters()), *zip(ema.tensors.values(), averages.tensors.values())]
+    pairs += zip(state_tensors(optimizer).values(), state_tensors(of_other).values())
+    assert all(torch.equal(a.to_local(), b.to_local()) for a, b in pairs)
+
+
+def test_muon_of_processes_with_uneven_and_empty_shares_has_the_weights_of_one(tmp_path):
+    together(steps_of_a_group, 3, tmp_path)
+    net, loaded = net_of_few_rows(), net_of_few_rows()
+    optimizer, ema = muon_steps(net)
+    of_loaded = make(loaded, kind="muon")
+    averages = Ema(loaded, 0.5, of_loaded)
+    Processes().load(tmp_path / "step-00000003", loaded, of_loaded, averages)
+    torch.testing.assert_close(list(loaded.parameters()), list(net.parameters()))
+    torch.testing.assert_close(state_tensors(of_loaded), state_tensors(optimizer))
+    torch.testing.assert_close(averages.tensors, ema.tensors)
 
 
 def test_several_processes_must_be_told_how_to_share_the_work(shards, tmp_path, monkeypatch):  # noqa: F811
@@ -40,9 +119,11 @@ def test_several_processes_must_be_told_how_to_share_the_work(shards, tmp_path, 
 
 
 def test_averaged_weights_of_two_processes_are_sampled_by_one(shards, tmp_path):  # noqa: F811
-    flat = SMALL | {"data.path": str(shards), "train.steps": 2, "train.ema": 0.5, "dist.mode": "ddp", "run.val_every": 0}
+    flat = SMALL | {"data.path": str(shards), "train.steps": 2, "train.ema": 0.5, "dist.mode": "fsdp", "run.val_every": 0}
     launched(flat, tmp_path / "run", 2)
-    assert load_run(tmp_path / "run").step == 2
+    run = load_run(tmp_path / "run")
+    wanted = {name.removeprefix("ema/"): t for name, t in stored(tmp_path / "run").items() if name.startswith("ema/")}
+    assert run.step == 2 and all(torch.equal(p, wanted[name]) for name, p in run.trained.model.named_parameters())
 
 
 @pytest.fixture

@@ -9,7 +9,8 @@ from torch._subclasses.fake_tensor import DataDependentOutputException, FakeTens
 
 from whet.step import compile_step
 from whet.step_plans import CapturedLoop, LoopWork, Rates, outside_because
-from whet.train.optim import COEFFICIENTS, ITERATIONS, Ema, MuonAdamW, OptimOptions, hidden_matrices, make, orthogonalized
+from whet.train.muon import COEFFICIENTS, ITERATIONS, hidden_matrices, orthogonalized
+from whet.train.optim import Ema, MuonAdamW, OptimOptions, make
 from whet.train.schedule import Schedule, set_lr
 
 

@@ -9,6 +9,7 @@ import os
 import signal
 import sys
 import threading
+from collections.abc import Callable
 from pathlib import Path
 from unittest import mock
 
@@ -65,6 +66,29 @@ def whet(*words: str, folder: Path, out: Path) -> tuple[int | None, str, str]:
         process.join()
     printed, errors = (out.with_suffix(f".{stream}").read_text() for stream in ("stdout", "stderr"))
     return process.exitcode, printed, errors
+
+
+def in_group(task: Callable[[int, int, Path], None], rank: int, world: int, folder: Path) -> None:
+    printed_to(folder / f"{rank}.out", 1, 2)
+    torch.set_num_threads(1)
+    torch.distributed.init_process_group("gloo", init_method=f"file://{folder}/group", rank=rank, world_size=world)
+    try:
+        task(rank, world, folder)
+    finally:
+        torch.distributed.destroy_process_group()
+
+
+def together(task: Callable[[int, int, Path], None], world: int, folder: Path) -> None:
+    """task(rank, world, folder) in each process of a gloo group; AssertionError with what they printed where one fails."""
+    processes = [FORKED.Process(target=in_group, args=(task, rank, world, folder)) for rank in range(world)]
+    for process in processes:
+        process.start()
+    for process in processes:
+        process.join(LIMIT_S)
+        if process.is_alive():
+            process.kill()
+    printed = "\n".join(p.read_text() for p in sorted(folder.glob("*.out")))
+    assert all(process.exitcode == 0 for process in processes), printed
 
 
 def end_children() -> None:

@@ -48,6 +48,15 @@ class Decoder(Protocol):
         """The final norm and the head."""
 
 
+class Sampleable(Protocol):
+    """What a model must have to be sampled. c is its configuration, of which layers and max_positions are read."""
+
+    c: Any
+
+    def logits(self, tokens: Any, last: bool = False, cache: Any = None) -> torch.Tensor:
+        """(B, T, vocab); last: of the last token alone. cache: a LayerCache for each layer, of the tokens before these."""
+
+
 @dataclass(frozen=True)
 class Model:
     """What a model file offers.
@@ -55,10 +64,11 @@ class Model:
     sizes, recipes                                by the name of a size: the architecture, and how it is trained
     build(config, variant, ops, seed) -> module   the variants compute the same function from the same parameters
     batch(config, recipe, device) -> dict         keyword arguments of forward, which returns the loss
-    decodes                                       whether what is built is a Decoder
     takes                                         "tokens" and labels, or "tasks": features and targets of regression
+    decodes, samples                              whether what is built is a Decoder, and whether it is Sampleable
     canonical(config, named) -> dict              parameters (or gradients) of any variant under the plain variant's names
     adapt(config, variant, named) -> dict         the inverse: plain names to the variant's own
+    to_hf(config, named) -> dict, dict            config.json and the parameters for Transformers; None: it is not exported
     """
 
     name: str
@@ -73,6 +83,8 @@ class Model:
     tuned: str  # the variant that asks its choices for every op
     decodes: bool = False
     takes: str = "tokens"
+    samples: bool = False
+    to_hf: Callable[[Any, Mapping], tuple[dict, dict]] | None = None
 
 
 @functools.cache

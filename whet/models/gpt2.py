@@ -22,6 +22,8 @@ from torch import nn
 from whet.alignment import padded_size
 from whet.choices import Choices, current
 from whet.models import Model, Recipe
+from whet.models._hf import LLAMA_NAMES, config_of, llama_config, renamed
+from whet.models._projections import cut, joined
 from whet.models.tiny_llama import batch
 from whet.op import autocast_of
 from whet.ops.activated_linear import act
@@ -50,6 +52,7 @@ class GPT2Config:
     softcap: float | None = None  # of the logits
     tied: bool = True  # the head is the embedding
     bias: bool = False  # of the linear layers and LayerNorms
+    narrow_residual: bool = False  # under autocast the residual stream is as wide as a product's operands: half the bytes
     mtp: int = 0  # further tokens that are predicted in training: 2, 3, ... ahead
     mtp_weight: float = 0.3  # of their losses, shared among them
     theta: float = 10000.0
@@ -70,7 +73,7 @@ class GPT2Config:
         check("mtp", lambda x: type(x) is int and x >= 0, "a whole number from 0 on")
         check("mlp_ratio mtp_weight theta eps", above_0, "a number above 0")
         check("softcap", lambda x: x is None or above_0(x), "None or a number above 0")
-        check("qk_norm tied bias", lambda x: type(x) is bool, "true or false")
+        check("qk_norm tied bias narrow_residual", lambda x: type(x) is bool, "true or false")
         check("activation", lambda x: x in [*ACTIVATIONS], f"one of {', '.join(ACTIVATIONS)}")
         check("positions", lambda x: x in ("rope", "learned"), "'rope' or 'learned'")
         check("norm", lambda x: x in ("rms", "layer"), "'rms' or 'layer'")
@@ -132,8 +135,8 @@ class GPT2Block(nn.Module):
         layer = self.get_submodule(name)
         return F.linear(x, layer.weight) if layer.bias is None else ops.linear_bias(x, layer.weight, layer.bias)
 
-    def attend(self, y, rotation, ones, ops):
-        """rotation: cos and sin, or None; ones: the weights of the QK norm."""
+    def attend(self, y, rotation, ones, ops, cache):
+        """rotation: cos and sin from the first token's position on, or None; ones: the weights of the QK norm."""
         c, (B, T, _) = self.c, y.shape
         if "qkv" in self.fused:
             parts = self.project("qkv", y, ops).split([*c.splits["qkv"].values()], dim=-1)
@@ -146,8 +149,10 @@ class GPT2Block(nn.Module):
             q, k = ops.rope(q, k, *rotation)
         elif c.qk_norm:
             q, k = ops.rms_norm(q, ones, c.eps), ops.rms_norm(k, ones, c.eps)
-        window = self.window if self.window and self.window < T else None
-        out = ops.attention(q, k, v, causal=True, window=window)
+        if cache is None:
+            out = ops.attention(q, k, v, causal=True, window=self.window if self.window and self.window < T else None)
+        else:
+            out = cache.attend(q, k, v, self.window, ops)
         return self.project("o", out.transpose(1, 2).reshape(B, T, c.width), ops)
 
     def mlp(self, y, ops):
@@ -161,10 +166,10 @@ class GPT2Block(nn.Module):
         x = ops.gelu(x, "tanh" if kind == "gelu_tanh" else "none") if "gelu" in kind else act(x, kind)
         return self.project("down", x, ops)
 
-    def forward(self, h, delta, rotation, ones, ops):
+    def forward(self, h, delta, rotation, ones, ops, cache=None):
         """h is the residual stream, delta what the layer before adds to it, inside this one's norm."""
         y, h = self.norm1(h, delta, ops)
-        y, h = self.norm2(h, self.attend(y, rotation, ones, ops), ops)
+        y, h = self.norm2(h, self.attend(y, rotation, ones, ops, cache), ops)
         return h, self.mlp(y, ops)
 
 
@@ -181,6 +186,8 @@ class TokenAhead(nn.Module):
 
 class GPT2(nn.Module):
     ones: torch.Tensor
+    cos: torch.Tensor
+    sin: torch.Tensor
 
     def __init__(self, c: GPT2Config, variant: str = "tuned", ops: Choices | None = None, seed: int = 42):
         super().__init__()
@@ -221,18 +228,21 @@ class GPT2(nn.Module):
         for name, value in adapt(self.c, self.variant, plain).items():
             named[name].copy_(value)
 
-    def hidden(self, tokens):
-        """What the head reads of each token: (B, T, width)."""
-        c, T = self.c, tokens.shape[1]
-        if c.max_positions < T:
-            raise ValueError(f"gpt2: tokens must be at most {c.max_positions} a row (max_positions), got {T}")
+    def hidden(self, tokens, cache=None):
+        """What the head reads of each token: (B, T, width). cache: as logits takes it."""
+        c, start = self.c, cache[0].length if cache else 0
+        end = start + tokens.shape[1]
+        if c.max_positions < end:
+            raise ValueError(f"gpt2: tokens must be at most {c.max_positions} a row (max_positions), got {end}")
         h, delta = self.embed(tokens), None
         if self.pos is not None:
-            h = h + self.pos.weight[:T]
-        rotation = (self.cos, self.sin) if c.positions == "rope" else None
+            h = h + self.pos.weight[start:end]
+        if c.narrow_residual:
+            h = h.to(autocast_of(h) or h.dtype)
+        rotation = (self.cos[start:], self.sin[start:]) if c.positions == "rope" else None
         ones = self.ones.to(autocast_of(h) or h.dtype)  # as queries are: stock norms take no other weights
-        for block in self.blocks:
-            h, delta = block(h, delta, rotation, ones, self.ops)
+        for i, block in enumerate(self.blocks):
+            h, delta = block(h, delta, rotation, ones, self.ops, cache[i] if cache else None)
         return self.norm(h, delta, self.ops)[0]
 
     def loss(self, y, labels):
@@ -256,53 +266,22 @@ class GPT2(nn.Module):
         return loss
 
     @torch.no_grad()
-    def logits(self, tokens, last: bool = False):
-        """(B, T, vocab); last: of the last token alone."""
-        y = self.hidden(tokens)[:, -1:] if last else self.hidden(tokens)
+    def logits(self, tokens, last: bool = False, cache=None):
+        """(B, T, vocab); last: of the last token alone; cache: a LayerCache for each layer, of the tokens before these."""
+        y = self.hidden(tokens, cache)
+        y = y[:, -1:] if last else y
         z = F.linear(y, (self.head or self.embed).weight)[..., : self.c.vocab]
         return z if self.c.softcap is None else self.c.softcap * torch.tanh(z / self.c.softcap)
 
 
-@torch.no_grad()
-def generate(model: GPT2, tokens, max_new_tokens: int, temperature: float = 1.0, top_k: int | None = None, seed: int = 0):
-    """tokens (B, T) and what follows them; temperature 0: the likeliest. Without a cache: each token runs the whole context."""
-    for name, value, least in (("max_new_tokens", max_new_tokens, 0), ("temperature", temperature, 0), ("top_k", top_k, 1)):
-        if value is not None and not value >= least:
-            raise ValueError(f"generate: {name} must be at least {least}, got {value}")
-    generator = torch.Generator(tokens.device).manual_seed(seed)
-    for _ in range(max_new_tokens):
-        z = model.logits(tokens[:, -model.c.max_positions :], last=True)[:, 0].float()
-        if temperature == 0:
-            new = z.argmax(-1, keepdim=True)
-        else:
-            least = z.topk(min(top_k or z.shape[-1], z.shape[-1])).values[:, -1:]
-            new = torch.multinomial((z.masked_fill(z < least, -math.inf) / temperature).softmax(-1), 1, generator=generator)
-        tokens = torch.cat([tokens, new], 1)
-    return tokens
-
-
 def canonical(c: GPT2Config, named: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
     """Fused projections cut into the plain ones, the padding of the vocabulary cut off."""
-    plain: dict[str, torch.Tensor] = {}
-    for name, t in named.items():
-        path, _, kind = name.rpartition(".")
-        head, _, part = path.rpartition(".")
-        if part in c.splits:
-            pieces = t.split([*c.splits[part].values()])
-            plain |= {f"{head}.{n}.{kind}": piece for n, piece in zip(c.splits[part], pieces)}
-        else:
-            plain[name] = t[: c.vocab] if name in ROWS else t
-    return plain
+    return {name: t[: c.vocab] if name in ROWS else t for name, t in cut(c.splits, named).items()}
 
 
 def adapt(c: GPT2Config, variant: str, plain: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
     """Plain projections joined into those that the variant fuses, the vocabulary padded with zeros."""
-    named = dict(plain)
-    for fused in VARIANTS[variant]:
-        for name in plain:
-            head, found, kind = name.rpartition(f".{next(iter(c.splits[fused]))}.")
-            if found:
-                named[f"{head}.{fused}.{kind}"] = torch.cat([named.pop(f"{head}.{n}.{kind}") for n in c.splits[fused]])
+    named = joined(c.splits, VARIANTS[variant], plain)
     for name in ROWS:
         if name in named and variant != "plain":
             named[name] = F.pad(named[name], (0, 0, 0, padded_size(c.vocab) - c.vocab))
@@ -313,8 +292,6 @@ GPT2_NAMES = {  # ours: Transformers'
     "embed": "wte", "pos": "wpe", "blocks": "h", "norm1": "ln_1", "norm2": "ln_2", "qkv": "attn.c_attn", "o": "attn.c_proj",
     "up": "mlp.c_fc", "down": "mlp.c_proj", "norm": "ln_f", "head": "lm_head",
 }
-LLAMA_NAMES = {"embed": "embed_tokens", "blocks": "layers", "norm1": "input_layernorm", "norm2": "post_attention_layernorm"}
-LLAMA_NAMES |= {n: f"self_attn.{n}_proj" for n in "qkvo"} | {n: f"mlp.{n}_proj" for n in ("gate", "up", "down")}
 
 
 def home(c: GPT2Config) -> str:
@@ -349,35 +326,26 @@ def from_hf(state: Mapping[str, torch.Tensor], c: GPT2Config) -> dict[str, torch
 
 def to_hf(c: GPT2Config, named: Mapping[str, torch.Tensor]) -> tuple[dict, dict[str, torch.Tensor]]:
     """config.json and parameters for Transformers, from any variant's. The heads for further tokens stay behind."""
-    arch, act, eos = home(c), ACTIVATIONS[c.activation], 50256 if c.vocab == 50257 else None
-    state = {n: t.detach() for n, t in canonical(c, named).items() if not n.startswith("mtp.")}
-    kind = f"{arch}{'LMHeadModel' if arch == 'GPT2' else 'ForCausalLM'}"
-    config: dict[str, Any] = dict(architectures=[kind], model_type=arch.lower(), vocab_size=c.vocab, tie_word_embeddings=c.tied)
-    config |= dict(bos_token_id=eos, eos_token_id=eos, pad_token_id=None)
+    arch, act = home(c), ACTIVATIONS[c.activation]
+    state = {n: t for n, t in canonical(c, named).items() if not n.startswith("mtp.")}
     if arch == "GPT2":
-        names, state = GPT2_NAMES, adapt(c, "stock", state)
+        state = joined(c.splits, ("qkv",), state)
         if not c.bias:  # there, every linear layer and norm has one
             inner = {n: t for n, t in state.items() if n.startswith(("blocks", "norm"))}
             state |= {n.replace("weight", "bias"): t.new_zeros(t.shape[0]) for n, t in inner.items()}
+        state = {n: t.t() if n.startswith("blocks") and t.dim() == 2 else t for n, t in state.items()}  # Conv1D is (in, out)
+        config = config_of(arch, "LMHeadModel", c.vocab, c.tied)
         config |= dict(n_positions=c.max_positions, n_embd=c.width, n_layer=c.layers, n_head=c.heads, n_inner=c.hidden)
         config |= dict(activation_function=act, layer_norm_epsilon=c.eps, resid_pdrop=0.0, embd_pdrop=0.0, attn_pdrop=0.0)
-    else:
-        names = LLAMA_NAMES | (dict(norm1="attention_layernorm", norm2="feedforward_layernorm") if arch == "Apertus" else {})
-        norms = [f"blocks.{i}.self_attn.{n}_norm.weight" for i in range(c.layers) for n in "qk" if c.qk_norm]
-        state |= {n: state["norm.weight"].new_ones(c.head_dim) for n in norms}
-        config |= dict(hidden_size=c.width, num_hidden_layers=c.layers, num_attention_heads=c.heads, head_dim=c.head_dim)
-        config |= dict(num_key_value_heads=c.kv_heads, intermediate_size=c.hidden, hidden_act=act, rms_norm_eps=c.eps)
-        config |= dict(max_position_embeddings=c.max_positions, attention_bias=c.bias, mlp_bias=c.bias)
-        config |= dict(rope_theta=c.theta, rope_parameters=dict(rope_type="default", rope_theta=c.theta))
+        return config, renamed(state, GPT2_NAMES, "transformer")
+    names = LLAMA_NAMES | (dict(norm1="attention_layernorm", norm2="feedforward_layernorm") if arch == "Apertus" else {})
+    norms = [f"blocks.{i}.self_attn.{n}_norm.weight" for i in range(c.layers) for n in "qk" if c.qk_norm]
+    state |= {n: state["norm.weight"].new_ones(c.head_dim) for n in norms}
+    config = llama_config(arch, c, c.width, c.hidden, act, c.tied, c.bias)
     if any(c.windows):
         kinds = ["sliding_attention" if window else "full_attention" for window in c.windows]
         config |= dict(use_sliding_window=True, sliding_window=c.window, layer_types=kinds)
-    out = {}
-    for name, t in state.items():
-        t = t[: c.vocab] if name in ROWS else t.t() if arch == "GPT2" and name.startswith("blocks") and t.dim() == 2 else t
-        path = ".".join(["transformer" if arch == "GPT2" else "model", *(names.get(n, n) for n in name.split("."))])
-        out["lm_head.weight" if name == "head.weight" else path] = t.clone(memory_format=torch.contiguous_format)
-    return config, out
+    return config, renamed(state, names)
 
 
 SIZES = {
@@ -386,7 +354,7 @@ SIZES = {
     "d12-mqa": GPT2Config(kv_heads=1),
     "d12-swiglu": GPT2Config(activation="swiglu", mlp_ratio=8 / 3),
     "d12-hybrid": GPT2Config(pattern="SSSL"),
-    "d12-fast": GPT2Config(kv_heads=4, mlp_ratio=3.0, activation="relu2", pattern="SSSL"),
+    "d12-fast": GPT2Config(kv_heads=4, mlp_ratio=3.0, activation="relu2", pattern="SSSL", narrow_residual=True),
     "llm-med": GPT2Config(vocab=49152, width=384, layers=6, heads=8, kv_heads=8, activation="silu", qk_norm=False),
     "hf": GPT2Config(activation="gelu_tanh", positions="learned", norm="layer", qk_norm=False, bias=True, eps=1e-5),
     "tiny": GPT2Config(vocab=257, width=128, layers=4, heads=4, kv_heads=4),
@@ -396,5 +364,5 @@ RECIPES = {size: Recipe(batch=32, seq_len=1024, lr=1.8e-3) for size in SIZES} | 
 }
 MODEL = Model(
     name="gpt2", sizes=SIZES, recipes=RECIPES, build=GPT2, batch=batch, canonical=canonical, adapt=adapt,
-    plain="plain", stock="stock", tuned="tuned",
+    plain="plain", stock="stock", tuned="tuned", samples=True, to_hf=to_hf,
 )

@@ -20,10 +20,12 @@ from torch import nn
 from whet.choices import Choices, current
 from whet.measure import Stopwatch
 from whet.models import Model, Recipe
+from whet.models._hf import LLAMA_NAMES, llama_config, renamed
+from whet.models._projections import cut, joined
 from whet.ops.rope import tables
 from whet.workload import PHASES, Workload
 
-VARIANTS = ("v1", "v2", "v3")
+VARIANTS = {"v1": (), "v2": ("qkv",), "v3": ("qkv", "gate_up")}  # what each has in one projection
 
 
 @dataclass(frozen=True)
@@ -43,10 +45,15 @@ class TinyLlamaConfig:
         return self.hidden // self.heads
 
     @property
-    def splits(self) -> dict[str, tuple[tuple[str, int], ...]]:
-        """How the fused projections are cut: fused name -> (plain name, rows)."""
-        kv, ffn = self.kv_heads * self.head_dim, self.ffn_mult * self.hidden
-        return {"qkv": (("q", self.hidden), ("k", kv), ("v", kv)), "gate_up": (("gate", ffn), ("up", ffn))}
+    def ffn(self) -> int:
+        """The width inside the MLP."""
+        return self.ffn_mult * self.hidden
+
+    @property
+    def splits(self) -> dict[str, dict[str, int]]:
+        """How the fused projections are cut: fused name -> {plain name: rows}."""
+        kv = self.kv_heads * self.head_dim
+        return {"qkv": {"q": self.hidden, "k": kv, "v": kv}, "gate_up": {"gate": self.ffn, "up": self.ffn}}
 
 
 SIZES = {
@@ -76,7 +83,7 @@ class TinyLlamaBlock(nn.Module):
     def __init__(self, c: TinyLlamaConfig, variant: str):
         super().__init__()
         self.c, self.variant = c, variant
-        kv, ffn = c.kv_heads * c.head_dim, c.ffn_mult * c.hidden
+        kv, ffn = c.kv_heads * c.head_dim, c.ffn
         self.norm1, self.norm2 = nn.Parameter(torch.ones(c.hidden)), nn.Parameter(torch.ones(c.hidden))
         if variant == "v1":
             self.q, self.k, self.v = linear(c.hidden, c.hidden), linear(c.hidden, kv), linear(c.hidden, kv)
@@ -89,15 +96,17 @@ class TinyLlamaBlock(nn.Module):
             self.gate, self.up = linear(c.hidden, ffn), linear(c.hidden, ffn)
         self.down = linear(ffn, c.hidden)
 
-    def attend(self, y, cos, sin, ops):
+    def attend(self, y, cos, sin, ops, cache):
         c, (B, S, _) = self.c, y.shape
         if self.variant == "v1":
             q, k, v = self.q(y), self.k(y), self.v(y)
         else:
-            q, k, v = self.qkv(y).split([rows for _, rows in c.splits["qkv"]], dim=-1)
+            q, k, v = self.qkv(y).split([*c.splits["qkv"].values()], dim=-1)
         q, k, v = (t.view(B, S, -1, c.head_dim).transpose(1, 2) for t in (q, k, v))
         q, k = ops.rope(q, k, cos, sin)
-        if self.variant == "v1":
+        if cache is not None:
+            out = cache.attend(q, k, v, None, ops)
+        elif self.variant == "v1":
             out = attention(q, k, v)
         elif self.variant == "v2":
             out = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=c.heads != c.kv_heads)
@@ -108,17 +117,17 @@ class TinyLlamaBlock(nn.Module):
     def mlp(self, y, ops):
         return self.down(ops.swiglu(self.gate_up(y)) if self.variant == "v3" else ops.swiglu(self.gate(y), self.up(y)))
 
-    def forward(self, h, delta, cos, sin, ops):
+    def forward(self, h, delta, cos, sin, ops, cache=None):
         """h is the residual stream, delta what the layer before would add to it: v3 adds inside the norm."""
         if self.variant != "v3":
             h = h if delta is None else h + delta
-            h = h + self.attend(ops.rms_norm(h, self.norm1, self.c.eps), cos, sin, ops)
+            h = h + self.attend(ops.rms_norm(h, self.norm1, self.c.eps), cos, sin, ops, cache)
             return h + self.mlp(ops.rms_norm(h, self.norm2, self.c.eps), ops), None
         if delta is None:
             y = ops.rms_norm(h, self.norm1, self.c.eps)
         else:
             y, h = ops.add_rms_norm(delta, h, self.norm1, self.c.eps)
-        y, h = ops.add_rms_norm(self.attend(y, cos, sin, ops), h, self.norm2, self.c.eps)
+        y, h = ops.add_rms_norm(self.attend(y, cos, sin, ops, cache), h, self.norm2, self.c.eps)
         return h, self.mlp(y, ops)
 
 
@@ -129,7 +138,7 @@ class TinyLlama(nn.Module):
     def __init__(self, c: TinyLlamaConfig, variant: str = "v3", ops: Choices | None = None, seed: int = 42):
         super().__init__()
         if variant not in VARIANTS:
-            raise ValueError(f"tiny-llama: variant must be one of {VARIANTS}, got {variant!r}")
+            raise ValueError(f"tiny-llama: variant must be one of {', '.join(VARIANTS)}, got {variant!r}")
         if min(c.hidden, c.heads, c.kv_heads) < 1 or c.hidden % c.heads or c.heads % c.kv_heads or c.head_dim % 2:
             heads = f"{c.heads} heads of even width, and those into {c.kv_heads} groups"
             raise ValueError(f"tiny-llama: hidden {c.hidden} must split into {heads}")
@@ -156,16 +165,25 @@ class TinyLlama(nn.Module):
             for name, value in MODEL.adapt(self.c, self.variant, plain).items():
                 named[name].copy_(value)
 
+    def final(self, tokens, cache=None):
+        """What the head reads of each token: (B, T, hidden). cache: as logits takes it."""
+        h, delta, start = self.embed(tokens), None, cache[0].length if cache else 0
+        cos, sin = (t[start : start + tokens.shape[1]] for t in (self.cos, self.sin))
+        for i, block in enumerate(self.blocks):
+            h, delta = block(h, delta, cos, sin, self.ops, cache[i] if cache else None)
+        if delta is not None:
+            return self.ops.add_rms_norm(delta, h, self.norm, self.c.eps)[0]
+        return self.ops.rms_norm(h, self.norm, self.c.eps)
+
+    @torch.no_grad()
+    def logits(self, tokens, last: bool = False, cache=None):
+        """(B, T, vocab); last: of the last token alone; cache: a LayerCache for each layer, of the tokens before these."""
+        y = self.final(tokens, cache)
+        return F.linear(y[:, -1:] if last else y, self.embed.weight)
+
     def forward(self, tokens, labels):
         """The mean cross-entropy of labels, which are tokens shifted once, by whoever made the batch."""
-        h, delta = self.embed(tokens), None
-        cos, sin = self.cos[: tokens.shape[1]], self.sin[: tokens.shape[1]]
-        for block in self.blocks:
-            h, delta = block(h, delta, cos, sin, self.ops)
-        if delta is not None:
-            y, _ = self.ops.add_rms_norm(delta, h, self.norm, self.c.eps)
-        else:
-            y = self.ops.rms_norm(h, self.norm, self.c.eps)
+        y = self.final(tokens)
         if self.variant == "v3":
             return self.ops.linear_cross_entropy(y, self.embed.weight, labels)
         return self.ops.cross_entropy(F.linear(y, self.embed.weight), labels)
@@ -186,30 +204,23 @@ def batch(c: Any, recipe: Recipe, device: str, step: int = 0) -> dict:
 
 def canonical(c: TinyLlamaConfig, named: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
     """Fused projections cut into the plain ones."""
-    plain: dict[str, torch.Tensor] = {}
-    for name, t in named.items():
-        head, _, part = name.removesuffix(".weight").rpartition(".")
-        if part in c.splits:
-            pieces = t.split([rows for _, rows in c.splits[part]])
-            plain |= {f"{head}.{n}.weight": piece for (n, _), piece in zip(c.splits[part], pieces)}
-        else:
-            plain[name] = t
-    return plain
+    return cut(c.splits, named)
 
 
 def adapt(c: TinyLlamaConfig, variant: str, plain: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
     """Plain projections joined into those that the variant fuses."""
-    named = dict(plain)
-    for fused in {"v1": (), "v2": ("qkv",), "v3": ("qkv", "gate_up")}[variant]:
-        first = c.splits[fused][0][0]
-        for head in [n.removesuffix(f".{first}.weight") for n in plain if n.endswith(f".{first}.weight")]:
-            named[f"{head}.{fused}.weight"] = torch.cat([named.pop(f"{head}.{n}.weight") for n, _ in c.splits[fused]])
-    return named
+    return joined(c.splits, VARIANTS[variant], plain)
+
+
+def to_hf(c: TinyLlamaConfig, named: Mapping[str, torch.Tensor]) -> tuple[dict, dict[str, torch.Tensor]]:
+    """config.json and parameters of Transformers' Llama, from any variant's."""
+    state = {n if t.dim() == 2 else f"{n}.weight": t for n, t in canonical(c, named).items()}  # norms there are modules
+    return llama_config("Llama", c, c.hidden, c.ffn, "silu", tied=True, bias=False), renamed(state, LLAMA_NAMES)
 
 
 MODEL = Model(
     name="tiny-llama", sizes=SIZES, recipes=RECIPES, build=TinyLlama, batch=batch, canonical=canonical, adapt=adapt,
-    plain="v1", stock="v2", tuned="v3",
+    plain="v1", stock="v2", tuned="v3", samples=True, to_hf=to_hf,
 )
 
 

@@ -44,7 +44,7 @@ def save(
 
     state       what the loop wants back: tokens, position in the data, losses, choices, recipe; anything that JSON holds
     keep        how many of the newest stay; None: all. None is removed before the new one is complete
-    elsewhere   has the values of tensors that are sharded over processes
+    elsewhere   has the values of tensors that are sharded over processes, each as file/name
     """
     folder, where = Path(folder), Path(folder) / f"step-{step:08d}"
     if isinstance(step, bool) or not isinstance(step, int) or step < 0 or keep is not None and keep < 1:
@@ -57,10 +57,10 @@ def save(
         text = json.dumps(doc | {"optimizer": describe(model, optimizer)}, indent=1).encode()
     except (TypeError, ValueError) as e:
         raise CheckpointError(f"checkpoint: state and optimizer settings must be what JSON holds: {e}") from None
-    contents = {MODEL: packed(weights, elsewhere), OPTIMIZER: packed(state_tensors(optimizer), elsewhere)}
+    contents = {MODEL: packed(weights, elsewhere, MODEL), OPTIMIZER: packed(state_tensors(optimizer), elsewhere, OPTIMIZER)}
     contents[RNG] = packed(_random_states())
     if ema is not None:
-        contents[EMA] = packed(ema.tensors)
+        contents[EMA] = packed(ema.tensors, elsewhere, EMA)
     contents[STATE] = iter([text])
     try:
         folder.mkdir(parents=True, exist_ok=True)
@@ -302,7 +302,7 @@ def load(
     """Weights, optimizer, averages and random numbers as they were; the state that save was given, and the step.
 
     optimizer      None: the weights alone, as for generation, and the averages where ema= is given
-    fill_sharded   fills those of these tensors that are sharded over processes from the checkpoint; their names
+    fill_sharded   fills those of these tensors that are sharded over processes from a file of the checkpoint; their names
     Every tensor is filled in the memory that it has. Nothing is changed where anything does not fit.
     """
     path = Path(path)
@@ -321,11 +321,11 @@ def load(
             raise _refused(path, why)
         with torch.no_grad():
             mine = _weights(model)[0]
-            filled = fill_sharded(path, mine | ({} if optimizer is None else state_tensors(optimizer)))
-            weights.into(mine, filled)
+            weights.into(mine, fill_sharded(path / MODEL, mine))
             if average is not None and ema is not None:
-                average.into(ema.tensors)
+                average.into(ema.tensors, fill_sharded(path / EMA, ema.tensors))
             if optimizer is not None:
+                filled = fill_sharded(path / OPTIMIZER, state_tensors(optimizer))
                 restore(optimizer, doc["optimizer"], optimizer_state.but(filled))
                 _set_random_states(states.but())
     except (SafetensorError, KeyError, json.JSONDecodeError) as e:

@@ -18,13 +18,14 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as torch_checkpoint
 from torch import nn
 from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.filesystem import FileSystem
 from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageReader, HuggingFaceStorageWriter
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
 from whet.figures import error_line
 from whet.train import checkpoint
-from whet.train.optim import state_tensors
+from whet.train.optim import Ema, state_tensors
 from whet.train.stored import CheckpointError, StoredTensors
 
 SHARES = ".shares"  # beside checkpoints, while one is written
@@ -71,14 +72,24 @@ class Processes:
             values /= self.size
         return values
 
+    @contextlib.contextmanager
+    def evaluating(self, model: nn.Module, ema: Ema | None) -> Iterator[None]:
+        """Forwards without a backward, by the averaged weights where there are any.
+
+        FSDP2 shares a unit out again after its backward, and the outermost one only then: without one it would keep the
+        averages, and the next step would clear the gradients of the gathered weights in the place of those of the shares.
+        """
+        with ema.swapped() if ema is not None else contextlib.nullcontext():
+            reshard(model)
+            yield
+            reshard(model)
+
     def save(
         self, folder: Path, step: int, model: nn.Module, optimizer: torch.optim.Optimizer, state: Mapping, ema: Any, keep: int
     ) -> None:
         """Rank 0 writes whole tensors, put together from what each process wrote; nobody goes on before it is done."""
-        for unit in model.modules():
-            if isinstance(unit, FSDPModule):
-                unit.reshard()
-        with shares_written(folder / SHARES, sharded(model, optimizer), self.rank) as elsewhere:
+        reshard(model)
+        with shares_written(folder / SHARES, sharded(model, optimizer, ema), self.rank) as elsewhere:
             if self.rank == 0:
                 checkpoint.save(folder, step, plain(model), optimizer, dict(state), ema, keep, elsewhere)
         if self.size > 1:
@@ -89,10 +100,13 @@ class Processes:
         return checkpoint.load(path, plain(model), optimizer, ema, fill_shares)
 
 
-def sharded(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, DTensor]:
-    """Parameters and state that each process has a share of, by their names in a checkpoint."""
-    named = {**dict(plain(model).named_parameters()), **state_tensors(optimizer)}
-    return {name: t for name, t in named.items() if isinstance(t, DTensor)}
+def sharded(model: nn.Module, optimizer: torch.optim.Optimizer, ema: Ema | None) -> dict[str, DTensor]:
+    """Parameters, state and averages that each process has a share of, by file and name in a checkpoint."""
+    files: dict[str, Mapping[str, torch.Tensor]] = {
+        checkpoint.MODEL: dict(plain(model).named_parameters()), checkpoint.OPTIMIZER: state_tensors(optimizer),
+        checkpoint.EMA: {} if ema is None else ema.tensors,
+    }
+    return {f"{file}/{name}": t for file, named in files.items() for name, t in named.items() if isinstance(t, DTensor)}
 
 
 @contextlib.contextmanager
@@ -120,12 +134,24 @@ def shares_written(scratch: Path, tensors: Mapping[str, DTensor], rank: int) -> 
             shutil.rmtree(scratch, ignore_errors=True)
 
 
-def fill_shares(path: Path, wanted: Mapping[str, torch.Tensor]) -> list[str]:
-    """Of a checkpoint's safetensors each process reads the slices that it has a share of; no pickle is loaded."""
+class OneFile(FileSystem):
+    """Lists one file, whatever else is in its folder: names of tensors recur in other files of a checkpoint."""
+
+    def __init__(self, file: Path):
+        self.file = file
+
+    def ls(self, path: str | os.PathLike) -> list[str]:
+        return [str(self.file)]
+
+
+def fill_shares(file: Path, wanted: Mapping[str, torch.Tensor]) -> list[str]:
+    """Of a safetensors file each process reads the slices that it has a share of; no pickle is loaded."""
     shares = {name: t for name, t in wanted.items() if isinstance(t, DTensor)}
     if shares:
-        with in_one_line(f"{path} could not be read"):
-            torch_checkpoint.load(dict(shares), storage_reader=HuggingFaceStorageReader(str(path)))
+        reader = HuggingFaceStorageReader(str(file.parent))
+        reader.fs = OneFile(file)
+        with in_one_line(f"{file} could not be read"):
+            torch_checkpoint.load(dict(shares), storage_reader=reader)
     return list(shares)
 
 
@@ -149,6 +175,13 @@ def shard(model: nn.Module, device: str, size: int) -> None:
         for block in blocks:
             fully_shard(block, mesh=mesh)
     fully_shard(model, mesh=mesh)
+
+
+def reshard(model: nn.Module) -> None:
+    """Of FSDP2's units those that a forward gathered are shares again."""
+    for unit in model.modules():
+        if isinstance(unit, FSDPModule):
+            unit.reshard()
 
 
 def plain(model: nn.Module) -> nn.Module:

@@ -2,16 +2,18 @@
 
 import json
 import shutil
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
 from safetensors.torch import save_file
 
-from whet.models import gpt2
+from whet.models import Model, Sampleable, discover
+from whet.models._sampling import generate
 from whet.train import checkpoint
-from whet.train.build import TrainedModel, built
+from whet.train.build import TrainedModel, built, config_of
 from whet.train.data import Shards
 from whet.train.log import RUN
 from whet.train.optim import Ema
@@ -71,23 +73,33 @@ def tokenizer_of(recipe: TrainRecipe, name: str = "") -> Tokenizer:
     return Shards(recipe.data.path or None, recipe.data.val).tokenizer()
 
 
+def offered(run: LoadedRun, done: str, able: Callable[[Model], bool]) -> tuple[Model, Any]:
+    """The run's model of whet/models and its configuration; an error says which models can be `done` where it cannot."""
+    model, config = config_of(run.recipe, run.trained.vocab)
+    if not able(model):
+        others = ", ".join(m.name for m in discover().values() if able(m))
+        raise ValueError(f"a run of model {model.name} cannot be {done}; those of {others} can")
+    return model, config
+
+
 @torch.no_grad()
 def sample(
     run: LoadedRun, text: str, tokens: int, temperature: float, top_k: int | None, seed: int, tokenizer: str = ""
 ) -> str:
     """The text and what the model writes after it."""
-    words, model = tokenizer_of(run.recipe, tokenizer), run.trained.model
+    model, folder = run.trained.model, run.recipe.model.path
+    if not folder:
+        offered(run, "sampled", lambda m: m.samples)
+    words = tokenizer_of(run.recipe, tokenizer)
     ids = words.encode(text).astype("int64").tolist() or [words.eos]
     start = torch.tensor([ids], device=next(model.parameters()).device)
-    if isinstance(model, gpt2.GPT2):
-        found = gpt2.generate(model, start, tokens, temperature, top_k, seed)
-    elif run.recipe.model.path:
+    if folder:
         torch.manual_seed(seed)
         chance: dict[str, Any] = dict(do_sample=bool(temperature))
         chance |= dict(temperature=temperature, top_k=top_k) if temperature else {}
         found = model.generate(start, max_new_tokens=tokens, **chance)  # type: ignore[operator]
     else:
-        raise ValueError(f"sample: {run.recipe.model.name} gives a loss and no logits; gpt2's sizes can be sampled")
+        found = generate(cast(Sampleable, model), start, tokens, temperature, top_k, seed)
     new = found[0].tolist()
     end = new.index(words.eos, len(ids)) if words.eos in new[len(ids) :] else len(new)
     return words.decode(new[:end])
@@ -103,9 +115,9 @@ def export(run: LoadedRun, out: Path, tokenizer: str = "") -> dict:
         for path in (p for name in TOKENIZER_FILES for p in Path(run.recipe.model.path).expanduser().glob(name)):
             shutil.copyfile(path, out / path.name)
         return {"architecture": type(model).__name__, "step": run.step, "folder": str(out)}
-    if not isinstance(model, gpt2.GPT2):
-        raise ValueError(f"export: whet writes no architecture of Transformers for {run.recipe.model.name}; it does for gpt2")
-    config, state = gpt2.to_hf(model.c, dict(model.named_parameters()))
+    source, size = offered(run, "exported", lambda m: m.to_hf is not None)
+    assert source.to_hf is not None
+    config, state = source.to_hf(size, dict(model.named_parameters()))
     words = tokenizer_of(run.recipe, tokenizer)
     written = as_tokenizers(words)  # before anything is written: it may need a package that is not there
     config |= {"eos_token_id": words.eos, "bos_token_id": words.eos, "dtype": str(next(model.parameters()).dtype)[6:]}

@@ -6,7 +6,6 @@
 A step is whet.compile_step's: the plan is chosen at the first batch. Losses are read from the device when they are logged.
 """
 
-import contextlib
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -205,7 +204,7 @@ def evaluated(run: Training) -> None:
     loader = run.shards.loader(size, r.train.seq_len, run.world.rank, run.world.size, split="val")
     model = run.made.model.eval()
     losses = []
-    with run.ema.swapped() if run.ema is not None else contextlib.nullcontext():
+    with run.world.evaluating(model, run.ema):
         for _ in range(count):
             batch = run.batch(loader)
             with run.set():

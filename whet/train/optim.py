@@ -9,9 +9,7 @@ All are one torch.optim.Optimizer: a loop, a schedule, a CUDA graph and a checkp
 
 import contextlib
 import dataclasses
-import fnmatch
 import math
-import re
 from collections import defaultdict
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
@@ -19,12 +17,13 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 from torch.optim.adamw import adamw
+
+from whet.train.muon import hidden_matrices, local, orthogonalized, orthogonalized_shares
 
 KINDS = ("adamw", "muon")
 FLAGS = ("fused", "capturable")  # of the machine, not of the run: loading a state keeps them
-COEFFICIENTS, ITERATIONS = (3.4445, -4.7750, 2.0315), 5
-EDGE_NAMES = re.compile(r"wte|wpe|w?emb(ed\w*)?|(un)?embed\w*|\w*embeddings?|lm_head|head|score|classifier")  # a part of a name
 
 
 @dataclass(frozen=True)
@@ -99,43 +98,6 @@ def make(model: nn.Module, options: OptimOptions | None = None, **changes: Any) 
     return MuonAdamW(groups, o, capturable=on_cuda)
 
 
-def hidden_matrices(model: nn.Module, adamw_names: tuple[str, ...] = ()) -> list[str]:
-    """Names of the parameters that Muon updates: matrices, without embeddings, what is tied to them, and the head.
-
-    A head is known by its name, or as a matrix outside numbered blocks with a row for each entry of an embedding.
-    """
-    tables = [m for m in model.modules() if isinstance(m, (nn.Embedding, nn.EmbeddingBag))]
-    embeddings, entries = {id(m.weight) for m in tables}, {m.num_embeddings for m in tables}
-
-    def edge(name: str, p: Tensor) -> bool:
-        parts = name.split(".")
-        named = any(EDGE_NAMES.fullmatch(part) for part in parts)
-        like_a_head = not any(part.isdigit() for part in parts) and p.shape[0] in entries
-        return id(p) in embeddings or named or like_a_head or any(fnmatch.fnmatchcase(name, n) for n in adamw_names)
-
-    found = ((name, p) for name, p in model.named_parameters() if p.requires_grad and p.dim() == 2 and min(p.shape) > 1)
-    return [name for name, p in found if not edge(name, p)]
-
-
-def orthogonalized(x: Tensor) -> Tensor:
-    """Each matrix of a batch (..., rows, columns) with its singular values near 1 and its singular vectors kept; in x's dtype.
-
-    Five Newton-Schulz iterations of the odd polynomial a s + b s^3 + c s^5, whose slope at 0 is so steep that small singular
-    values rise fast; it does not converge to 1 but stays within 0.68 to 1.14. On CUDA in bfloat16, elsewhere in float32.
-    """
-    a, b, c = COEFFICIENTS
-    wide = torch.promote_types(x.dtype, torch.float32)
-    y = x.to(wide).reshape(-1, *x.shape[-2:])
-    y = y / (torch.linalg.matrix_norm(y, keepdim=True) + 1e-7)
-    y = y.to(torch.bfloat16 if x.device.type == "cuda" else wide)
-    tall = y.shape[-2] > y.shape[-1]
-    y = y.mT if tall else y
-    for _ in range(ITERATIONS):
-        gram = torch.bmm(y, y.mT)
-        y = torch.baddbmm(y, torch.baddbmm(gram, gram, gram, beta=b, alpha=c), y, beta=a)
-    return (y.mT if tall else y).reshape(x.shape).to(x.dtype)
-
-
 def _narrow(p: Tensor) -> bool:
     return p.dtype in (torch.bfloat16, torch.float16)
 
@@ -187,7 +149,7 @@ class MuonAdamW(torch.optim.Optimizer):
             (self._muon if group["rule"] == "muon" else self._adamw)(group, weights, grads, states)
             rounded = [(p, w) for p, w in zip(params, weights) if w is not p]
             if rounded:
-                torch._foreach_copy_([p for p, _ in rounded], [w for _, w in rounded])
+                torch._foreach_copy_(local(p for p, _ in rounded), local(w for _, w in rounded))
         return loss
 
     @staticmethod
@@ -202,15 +164,16 @@ class MuonAdamW(torch.optim.Optimizer):
     @staticmethod
     def _muon(group: dict, weights: list[Tensor], grads: list[Tensor], states: list[dict]) -> None:
         """w -= lr * (orthogonalized(Nesterov momentum) * max(1, rows / columns)^0.5 + weight_decay * w); one batch a shape."""
-        momentum, averages = group["momentum"], [s["momentum"] for s in states]
+        momentum, averages, grads = group["momentum"], local(s["momentum"] for s in states), local(grads)
         torch._foreach_lerp_(averages, grads, 1 - momentum)
         ahead = torch._foreach_lerp(grads, averages, momentum)
         alike = defaultdict(list)
         for w, update in zip(weights, ahead):
             alike[w.shape, w.dtype, w.device].append((w, update))
         for (shape, *_), pairs in alike.items():
-            mine = [w for w, _ in pairs]
-            updates = orthogonalized(torch.stack([update for _, update in pairs]))
+            first, mine = pairs[0][0], local(w for w, _ in pairs)
+            updates = torch.stack([update for _, update in pairs])
+            updates = orthogonalized_shares(updates, first) if isinstance(first, DTensor) else orthogonalized(updates)
             updates.mul_(max(1.0, shape[0] / shape[1]) ** 0.5)
             if group["weight_decay"]:
                 torch._foreach_add_(list(updates.unbind()), mine, alpha=group["weight_decay"])
@@ -290,6 +253,7 @@ def restore(optimizer: torch.optim.Optimizer, described: dict, tensors: Mapping[
 class Ema:
     """An exponential moving average of the trained weights, in float32 where those have 16 bits.
 
+    Of weights that are sharded over processes each process averages its share.
     decay      average = decay * average + (1 - decay) * weights, at each update()
     optimizer  one with float32 masters, which are then averaged in the place of the rounded weights
     """
@@ -309,16 +273,15 @@ class Ema:
     @torch.no_grad()
     def update(self) -> None:
         """Take in the weights as they are now: after each step of the optimizer."""
-        torch._foreach_lerp_(list(self.tensors.values()), self._weights(), 1 - self.decay)
+        torch._foreach_lerp_(local(self.tensors.values()), local(self._weights()), 1 - self.decay)
 
     @contextlib.contextmanager
     def swapped(self) -> Iterator[None]:
         """While it is on, the model has the averaged weights, for evaluation; afterwards its own, bit for bit."""
-        params: list[Tensor] = list(self.params.values())
-        averages = list(self.tensors.values())
         with torch.no_grad():
-            own = [p.detach().clone() for p in params]
-            torch._foreach_copy_(params, averages)
+            params = local(self.params.values())
+            own = [p.clone() for p in params]
+            torch._foreach_copy_(params, local(self.tensors.values()))
         try:
             yield
         finally:

@@ -106,8 +106,6 @@ def prepared(
         shards.check_vocab(made.vocab)
     if recipe.model.path:  # in training alone: what is exported keeps its own setting
         made.model.config.use_cache = False  # type: ignore[union-attr]
-    if world.mode == "fsdp" and (t.optimizer == "muon" or t.ema):
-        raise ValueError("train: dist.mode=fsdp has no Muon and no averaged weights: both need whole matrices; use ddp")
     made.model = world.wrapped(made.model)
     log = RunLog(folder, world.rank == 0, say)
     optimizer = make(made.model, recipe.optim)

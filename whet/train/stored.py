@@ -20,10 +20,10 @@ class CheckpointError(ValueError):
     """A checkpoint could not be written, or may not be loaded; the message is one line."""
 
 
-def packed(tensors: Mapping[str, Tensor], elsewhere: "StoredTensors | None" = None) -> Iterator[Any]:
+def packed(tensors: Mapping[str, Tensor], elsewhere: "StoredTensors | None" = None, file: str = "") -> Iterator[Any]:
     """The bytes of a safetensors file, one tensor after the other: hashed as they are written, and an OSError stays one.
 
-    elsewhere   has the values of those that are sharded over processes
+    elsewhere   has the values of those that are sharded over processes, each as file/name
     """
     header, at = {}, 0
     order = sorted(tensors, key=lambda name: -tensors[name].element_size())  # each at a multiple of its size
@@ -38,7 +38,8 @@ def packed(tensors: Mapping[str, Tensor], elsewhere: "StoredTensors | None" = No
     text += b" " * (-len(text) % 8)
     yield len(text).to_bytes(8, "little") + text
     for name in order:
-        t = elsewhere.file.get_tensor(name) if elsewhere is not None and name in elsewhere.facts else tensors[name]
+        key = f"{file}/{name}"
+        t = elsewhere.file.get_tensor(key) if elsewhere is not None and key in elsewhere.facts else tensors[name]
         array: Any = t.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy()
         yield memoryview(array)
 
