@@ -266,13 +266,14 @@ def traced() -> list[dict]:
 
 def test_inductor_is_handed_kernels_on_a_gpu_and_copies_nothing(traced):
     shown = [row for row in traced if row["device"] == "cuda"]
-    assert len(shown) == 28 and all(row["kernels"] and not row["copies"] for row in shown)
+    assert len(shown) == 32 and all(row["kernels"] and not row["copies"] for row in shown)
     by_name = {row["name"]: row for row in shown}
     assert by_name["rms_norm"]["kernels"] == ["_rms_norm_kernel", "_rms_norm_bwd_kernel", "_column_sum_kernel"]
     assert by_name["cross_entropy"]["kernels"] == ["_loss_kernel", "_reduce_kernel", "_dlogits_kernel"]
+    assert by_name["gmm_log_prob"]["kernels"] == ["_gmm_log_prob_kernel", "_mean_kernel", "_gmm_log_prob_bwd_kernel"]
     assert not [name for name, row in by_name.items() if row["opaque"]]
 
 
 def test_ops_stay_opaque_on_the_cpu(traced):
     kept = [row for row in traced if row["device"] == "cpu"]
-    assert len(kept) == 14 and all(not row["kernels"] and len(row["opaque"]) == 2 for row in kept)
+    assert len(kept) == 16 and all(not row["kernels"] and len(row["opaque"]) == 2 for row in kept)

@@ -44,7 +44,7 @@ def steps():
     """A name and a function, for every op that is visible."""
     x, w, res, wide, q, k = t(4, 128, 64), t(64), t(4, 128, 64), t(4, 128, 128), t(2, 4, 32, 16), t(2, 2, 32, 16)
     cos, sin, target = torch.randn(32, 8), torch.randn(32, 8), torch.randint(100, (4, 16))
-    logits = t(4, 16, 100)
+    logits, mixtures, values = t(4, 16, 100), t(4, 16, 10, 3), t(4, 16, dtype=torch.float32)
     run = {name: op.impls["triton"].run for name, op in discover().items() if "triton" in op.impls}
     yield "rms_norm", lambda: run["rms_norm"](x, w)
     yield "add_rms_norm", lambda: run["add_rms_norm"](x, res, w)
@@ -60,6 +60,8 @@ def steps():
     yield "rope", lambda: run["rope"](q, k, cos, sin)
     yield "rope transposed", lambda: run["rope"](q.transpose(1, 2), k.transpose(1, 2), cos[:4], sin[:4])
     yield "cross_entropy", lambda: run["cross_entropy"](logits, target)
+    yield "gmm_log_prob", lambda: run["gmm_log_prob"](mixtures, values)
+    yield "gmm_log_prob no dy", lambda: run["gmm_log_prob"](mixtures, values.detach())
 
 
 def reinplaced(gm) -> None:

@@ -4,11 +4,18 @@ import math
 
 import torch
 import torch.nn.functional as F
+import triton
+import triton.language as tl
 
+from whet.launch import launcher
 from whet.op import Cost, Impl, Op, floating, lay, layout_of, nbytes, same_device
+from whet.ops._rows import KERNEL_DTYPES, cdiv, power_of_two
+from whet.torch_ops import Fused, may_ask
 from whet.values import changed, families
 
 HALF_LOG_2PI = 0.5 * math.log(2 * math.pi)
+MAX_K = 512  # one program holds all components of a row, three numbers each
+TILE, WARPS = 512, 4  # components of a program: four a thread
 
 
 def reference(z, y):
@@ -53,6 +60,172 @@ def cost(z, y):
     """About twenty operations a component forwards, four of them exponentials, and twice as many with the backward's."""
     n = z.numel() // 3
     return Cost(bytes=nbytes(z, y) + 4, flops=20 * n, bwd_bytes=nbytes(z, y, z, y), bwd_flops=35 * n)
+
+
+@triton.jit
+def _exp(x):
+    """exp(x) to a few steps of fp32 at any x: tl.exp rounds x * log2(e) first, which at |x| = 15 costs five."""
+    n = tl.floor(x * 1.4426950408889634 + 0.5)
+    r = (x - n * 0.693359375) + n * 2.1219444005469057e-4  # x - n * log(2); the first product is exact
+    return tl.exp2(n) * tl.exp(tl.where(tl.abs(n) < 256.0, r, 0.0))
+
+
+@triton.jit
+def _components(z_ptr, y_ptr, m, k, stride_zm, stride_zk, stride_zc, stride_ym, M, K):
+    """Of each row: prior = exp(logit - max), its sum; 1 / sigma, t = (y - mu) / sigma; the largest term; likelihood =
+    exp(term - largest), its sum. A component beyond K has a logit of -inf; rows beyond M are of zeros."""
+    in_row, is_component = m < M, (k < K)[None, :]
+    inside = in_row[:, None] & is_component
+    at = z_ptr + m[:, None] * stride_zm + k[None, :] * stride_zk
+    logit = tl.where(is_component, tl.load(at, mask=inside, other=0.0).to(tl.float32), float("-inf"))
+    mu = tl.load(at + stride_zc, mask=inside, other=0.0).to(tl.float32)
+    log_sigma = tl.load(at + 2 * stride_zc, mask=inside, other=0.0).to(tl.float32)
+    y = tl.load(y_ptr + m * stride_ym, mask=in_row, other=0.0).to(tl.float32)
+
+    a = logit - tl.max(logit, axis=1)[:, None]
+    prior = tl.exp(a)
+    rate = _exp(-log_sigma)
+    t = (y[:, None] - mu) * rate
+    term = a - 0.5 * t * t - log_sigma
+    top = tl.max(term, axis=1)
+    likelihood = tl.exp(term - top[:, None])
+    return prior, tl.sum(prior, axis=1), rate, t, top, likelihood, tl.sum(likelihood, axis=1)
+
+
+@triton.jit
+def _gmm_log_prob_kernel(
+    z_ptr, y_ptr,  # inputs
+    partial_ptr,  # output: one fp32 sum a program
+    stride_zm, stride_zk, stride_zc, stride_ym,
+    M, K,
+    BLOCK_M: tl.constexpr, BLOCK_K: tl.constexpr,
+):
+    """partial = sum over BLOCK_M rows of log sum_k softmax(logit)_k * Normal(y; mu_k, sigma_k).  One program, BLOCK_M rows.
+
+    Fuses   both log-sum-exps, the densities and the sum over rows; nothing is kept for the backward but z and y.
+    Moves   z, y in; partial out = 3*M*K*itemsize + 4*M + 4*M/BLOCK_M.  Unfused: 40*M*K and more, in fp32.
+    Rounds  nothing: fp32 inside and out. Each log-sum-exp subtracts its maximum.
+    """
+    m = tl.program_id(0).to(tl.int64) * BLOCK_M + tl.arange(0, BLOCK_M)
+    k = tl.arange(0, BLOCK_K).to(tl.int64)
+    _, prior_sum, _, _, top, _, likelihood_sum = _components(
+        z_ptr, y_ptr, m, k, stride_zm, stride_zk, stride_zc, stride_ym, M, K
+    )
+    log_p = top + (tl.log(likelihood_sum) - tl.log(prior_sum)) - 0.9189385332046727
+    tl.store(partial_ptr + tl.program_id(0), tl.sum(tl.where(m < M, log_p, 0.0), axis=0))
+
+
+@triton.jit
+def _mean_kernel(
+    partial_ptr,  # (G,) fp32
+    out_ptr,  # one number
+    G, M,
+    BLOCK_G: tl.constexpr,
+):
+    """out = sum(partial) / M.  One program, always the same order of additions.
+
+    Moves   4*G in, 4 out.
+    Rounds  fp32 sums and one division; over no rows it is 0 / 0, as in torch.
+    """
+    total = tl.zeros((BLOCK_G,), tl.float32)
+    for start in range(0, G, BLOCK_G):
+        g = start + tl.arange(0, BLOCK_G)
+        total += tl.load(partial_ptr + g, mask=g < G, other=0.0)
+    tl.store(out_ptr, tl.div_rn(tl.sum(total, axis=0), tl.full((), 1.0, tl.float32) * M))
+
+
+@triton.jit
+def _gmm_log_prob_bwd_kernel(
+    dout_ptr, z_ptr, y_ptr,  # inputs; dout is one number
+    dz_ptr, dy_ptr,  # outputs: (M, K, 3), (M,)
+    stride_zm, stride_zk, stride_zc, stride_ym,
+    M, K,
+    BLOCK_M: tl.constexpr, BLOCK_K: tl.constexpr, HAS_DY: tl.constexpr,
+):
+    """dlogit = d * (r - w), dmu = d * r * t / sigma, dlog_sigma = d * r * (t^2 - 1), dy = -sum dmu.  One program, BLOCK_M rows.
+
+    w is the softmax of the logits, r that of the terms, t = (y - mu) / sigma, d = dout / M.
+    Fuses   the whole formula, made again from z and y, which are read once.
+    Moves   z, y in; dz, dy out = 6*M*K*itemsize + 8*M.
+    Rounds  once, at the stores; fp32 inside. Where r is 0 so are dmu and dlog_sigma, however large t is.
+    """
+    m = tl.program_id(0).to(tl.int64) * BLOCK_M + tl.arange(0, BLOCK_M)
+    k = tl.arange(0, BLOCK_K).to(tl.int64)
+    prior, prior_sum, rate, t, _, likelihood, likelihood_sum = _components(
+        z_ptr, y_ptr, m, k, stride_zm, stride_zk, stride_zc, stride_ym, M, K
+    )
+    d = tl.load(dout_ptr).to(tl.float32) / (tl.full((), 1.0, tl.float32) * M)
+    w = prior / prior_sum[:, None]
+    r = likelihood / likelihood_sum[:, None]
+    dmu = tl.where(r == 0.0, 0.0, d * r * t * rate)
+    dlog_sigma = tl.where(r == 0.0, 0.0, d * r * (t * t - 1.0))
+
+    inside = (m < M)[:, None] & (k < K)[None, :]
+    at = dz_ptr + (m[:, None] * K + k[None, :]) * 3
+    tl.store(at, d * (r - w), mask=inside)
+    tl.store(at + 1, dmu, mask=inside)
+    tl.store(at + 2, dlog_sigma, mask=inside)
+    if HAS_DY:
+        tl.store(dy_ptr + m, -tl.sum(dmu, axis=1), mask=m < M)
+
+
+def mixtures(z, y):
+    """z as (M, K, 3) and y as (M,): views where the strides allow them, else copies."""
+    return z.reshape(y.numel(), *z.shape[-2:]), y.reshape(-1)
+
+
+def tile(K: int) -> dict:
+    """BLOCK_M, BLOCK_K, num_warps: all components of a row, of as many rows as make up a program."""
+    BLOCK_K = power_of_two(K)
+    return dict(BLOCK_M=max(1, TILE // BLOCK_K), BLOCK_K=BLOCK_K, num_warps=WARPS)
+
+
+def forward(z, y, need_dy):
+    z, y = mixtures(z, y)
+    M, K, _ = z.shape
+    sizes = tile(K)
+    partial = torch.empty(cdiv(M, sizes["BLOCK_M"]), dtype=torch.float32, device=z.device)
+    out = torch.empty((), dtype=torch.float32, device=z.device)
+    if M:
+        launcher(_gmm_log_prob_kernel)[(partial.numel(),)](z, y, partial, *z.stride(), y.stride(0), M, K, **sizes)
+    launcher(_mean_kernel)[(1,)](partial, out, partial.numel(), M, BLOCK_G=1024, num_warps=4)
+    return out
+
+
+def backward(dout, z, y, need_dy):
+    """dz, and dy, of no elements where it is not asked for."""
+    dz = torch.empty_like(z, memory_format=torch.contiguous_format)
+    dy = torch.empty_like(y, memory_format=torch.contiguous_format) if need_dy else y.new_empty(0)
+    z, y = mixtures(z, y)
+    M, K, _ = z.shape
+    sizes = tile(K)
+    if M:
+        launcher(_gmm_log_prob_bwd_kernel)[(cdiv(M, sizes["BLOCK_M"]),)](
+            dout, z, y, dz, dy, *z.stride(), y.stride(0), M, K, HAS_DY=need_dy, **sizes
+        )
+    return dz, dy
+
+
+FUSED = Fused(
+    "gmm_log_prob",
+    "(Tensor z, Tensor y, bool need_dy) -> Tensor", forward, lambda z, y, need_dy: z.new_empty((), dtype=torch.float32),
+    "(Tensor dout, Tensor z, Tensor y, bool need_dy) -> (Tensor, Tensor)", backward,
+    lambda dout, z, y, need_dy: (z.new_empty(z.shape), y.new_empty(y.shape if need_dy else 0)),
+    save=lambda args, results: ((args[0], args[1]), (args[2],)),
+    grads_to=(0, 1, None),
+    visible=True, bwd_visible=True,
+)
+
+
+def refuses(z, y):
+    if z.dtype not in KERNEL_DTYPES:
+        return f"z must be float32, float16 or bfloat16, got {z.dtype}"
+    K = z.shape[-2]
+    return None if K <= MAX_K else f"z.shape[-2] must be at most {MAX_K}, the components one program holds, got {K}"
+
+
+def run_triton(z, y):
+    return FUSED(z, y, may_ask(y))
 
 
 def run_torch(z, y):
@@ -111,7 +284,12 @@ OP = Op(
     },
     cost=cost,
     grads=("z", "y"),
-    impls={"torch": Impl(run_torch)},
+    impls={
+        "torch": Impl(run_torch),
+        "triton": Impl(
+            run_triton, refuses, needs="triton", limits=("dtypes other than fp32, fp16, bf16", f"more than {MAX_K} components"),
+        ),
+    },
     dynamic=("M",),
     tiny=dict(M=64),
     hostile=families(("z",), shifted=("y",), tails=("y",), limit=8.0, **HOSTILE),
