@@ -1,12 +1,26 @@
-"""grouped_mlp: K small MLPs over one shared input, y[..., k, :] = silu(x @ up[k].T) @ down[k].T, without K launches."""
+"""grouped_mlp: K small MLPs over one shared input, without K launches: a product for all first layers, a kernel for the rest.
+
+Besides the products with x, which are PyTorch's, stock calls move the M*K*H hidden values ten times: SiLU reads and writes
+them, the second product reads them; the backward writes dh, copies it to the layout of the first product (two), SiLU's gradient
+reads it and the pre-activations and writes its own (three), and down's gradient reads the hidden values. The kernels read the
+pre-activations once in each direction and write their gradient once: three times. For the backward x, up, down and the
+pre-activations are kept, M*K*H elements less than stock calls keep. x's gradient is one product over K*H, so that nothing
+is K times as large as x. Opaque to torch.compile.
+"""
+
+import math
 
 import torch
 import torch.nn.functional as F
 
-from whet.op import Cost, Impl, Op, floating, lay, layout_of, nbytes, same_device
+from whet.op import Cost, Impl, Op, autocast_of, floating, lay, layout_of, nbytes, rows, same_device
+from whet.ops import _grouped
+from whet.ops._rows import KERNEL_DTYPES
 from whet.parts import row_pieces
+from whet.torch_ops import Fused, may_ask
 from whet.values import families
 
+PADDED, ALIGN = 64, 16  # groups of so many columns or more are padded to a multiple of so many: whole loads in every row
 PROVED = 2**28  # hidden values of the largest call whose float64 oracle is made at once
 
 
@@ -67,6 +81,94 @@ def proof(case):
     return case | dict(M=min(case["M"], max(1, PROVED // (case["K"] * case["H"]))))
 
 
+def width(H: int) -> int:
+    """How many columns a group's pre-activations take."""
+    return H if H < PADDED else -(-H // ALIGN) * ALIGN
+
+
+def stacked(up):
+    """The first layers as one (K * W, D): rows of zeros after each group's own where W is over H, else a view."""
+    K, H, D = up.shape
+    W = width(H)
+    return (up if W == H else F.pad(up, (0, 0, 0, W - H))).reshape(K * W, D)
+
+
+def forward(x, up, down, need_dx, need_dup, need_ddown):
+    """y, and the pre-activations where a gradient may be asked for."""
+    (K, H, _), flat = up.shape, rows(x)
+    pre = F.linear(flat, stacked(up)).view(-1, K, width(H))
+    y = _grouped.forward(pre, down).view(*x.shape[:-1], K, down.shape[1])
+    return y, pre if need_dx or need_dup or need_ddown else pre.new_empty(0)
+
+
+def _fake(x, up, down, need_dx, need_dup, need_ddown):
+    (K, H, _), M = up.shape, math.prod(x.shape[:-1])
+    kept = (M, K, width(H)) if need_dx or need_dup or need_ddown else 0
+    return x.new_empty((*x.shape[:-1], K, down.shape[1])), x.new_empty(kept)
+
+
+def backward(dy, x, up, down, pre, need_dx, need_dup, need_ddown):
+    """dx, dup and ddown, each of no elements where it is not asked for."""
+    (K, H, D), none = up.shape, dy.new_empty(0)
+    flat = dy.reshape(-1, K, down.shape[1]).contiguous()
+    dpre, ddown = _grouped.backward(flat, pre, down, need_dx or need_dup, need_ddown)
+    dx = (dpre.flatten(1) @ stacked(up)).view(x.shape) if need_dx else none
+    dup = (dpre.flatten(1).t() @ rows(x)).view(K, -1, D)[:, :H].contiguous() if need_dup else none
+    return dx, dup, ddown if need_ddown else none
+
+
+def _bwd_fake(dy, x, up, down, pre, need_dx, need_dup, need_ddown):
+    asked = ((x, need_dx), (up, need_dup), (down, need_ddown))
+    return tuple(dy.new_empty(t.shape if need else 0) for t, need in asked)
+
+
+FUSED = Fused(
+    "grouped_mlp",
+    "(Tensor x, Tensor up, Tensor down, bool need_dx, bool need_dup, bool need_ddown) -> (Tensor, Tensor)", forward, _fake,
+    "(Tensor dy, Tensor x, Tensor up, Tensor down, Tensor pre, bool need_dx, bool need_dup, bool need_ddown) "
+    "-> (Tensor, Tensor, Tensor)",
+    backward, _bwd_fake,
+    save=lambda args, results: ((*args[:3], results[1]), args[3:]),
+    grads_to=(0, 1, 2, None, None, None),
+)
+
+
+def refuses(x, up, down):
+    for name, t in (("x", x), ("up", up), ("down", down)):
+        if t.dtype not in KERNEL_DTYPES:
+            return f"{name} must be float32, float16 or bfloat16, got {t.dtype}"
+    most = _grouped.BLOCK_O
+    return None if down.shape[1] <= most else f"down must have at most {most} rows in a group, got {down.shape[1]}"
+
+
+def run_triton(x, up, down):
+    if dtype := autocast_of(x):
+        x, up, down = x.to(dtype), up.to(dtype), down.to(dtype)
+    return FUSED(x, up, down, may_ask(x), may_ask(up), may_ask(down))
+
+
+def grouped_refuses(x, up, down):
+    """What torch.nn.functional.grouped_mm asks of the second product."""
+    if not hasattr(F, "grouped_mm"):
+        return "this PyTorch has no torch.nn.functional.grouped_mm"
+    dtype = autocast_of(x) or x.dtype
+    if dtype != torch.bfloat16:
+        return f"x must be bfloat16, got {dtype}"
+    if x.device.type == "cuda" and torch.cuda.get_device_capability(x.device) < (9, 0):
+        return "needs compute capability 9.0"
+    H = up.shape[1]
+    return f"up must have a multiple of 8 rows in a group, got {H}" if H % 8 else None if x.numel() else "x must not be empty"
+
+
+def run_grouped_mm(x, up, down):
+    """The second product by grouped_mm, which wants rows of 16 bytes: outputs are padded to a multiple of eight."""
+    (K, H, D), O = up.shape, down.shape[1]  # noqa: E741
+    h = F.silu(F.linear(x, up.reshape(K * H, D))).view(-1, K, H)
+    wide = F.pad(down.to(h.dtype), (0, 0, 0, -O % 8))
+    y = F.grouped_mm(h.transpose(0, 1), wide.transpose(1, 2))[..., :O]
+    return y.transpose(0, 1).reshape(*x.shape[:-1], K, O)
+
+
 def run_torch(x, up, down):
     """One product for all first layers, which shares x and adds up its gradient; a batched one, strided, for the second."""
     (K, H, D), O = up.shape, down.shape[1]  # noqa: E741
@@ -96,7 +198,16 @@ OP = Op(
     },
     cost=cost,
     grads=("x", "up", "down"),
-    impls={"torch": Impl(run_torch)},
+    impls={
+        "torch": Impl(run_torch),
+        "grouped_mm": Impl(
+            run_grouped_mm, grouped_refuses, words="`torch.nn.functional.grouped_mm` for the second product",
+            limits=("dtypes other than bf16", "groups of hidden values that are no multiple of 8", "an empty batch"),
+        ),
+        "triton": Impl(
+            run_triton, refuses, needs="triton", limits=("dtypes other than fp32, fp16, bf16", "more than 16 outputs"),
+        ),
+    },
     dynamic=("M",),
     tiny=dict(M=16, D=32, H=100, K=3),
     proof=proof,
