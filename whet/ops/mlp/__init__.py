@@ -1,6 +1,8 @@
 """mlp: a whole MLP, the product with up, the activation and the product with down, gated where a gate is given.
 
-torch   PyTorch's calls: autograd keeps x, the pre-activations and the hidden values.
+torch    PyTorch's calls: autograd keeps x, the pre-activations and the hidden values.
+hybrid   PyTorch's products with whet's activations: x and the pre-activations are kept, M*H elements less, gated 2*M*H less.
+triton   the forward in one kernel: x alone is kept, and the backward makes the pre-activations again.
 """
 
 import torch
@@ -8,10 +10,12 @@ import torch.nn.functional as F
 
 from whet.op import Cost, Impl, Op, floating, lay, layout_of, nbytes, same_device
 from whet.ops import activated_linear, gated_linear
+from whet.ops.mlp import hybrid, kernel
 from whet.parts import row_pieces
 from whet.values import families
 
 GATED = ("silu", *gated_linear.GELUS)  # of the activations, those that a gate may have
+LIMITS = ("dtypes other than fp32, fp16, bf16", "2^31 elements of x, the hidden values or y")
 
 
 def reference(x, up, down, gate=None, activation="silu"):
@@ -85,9 +89,9 @@ OP = Op(
     check=check,
     cases=(
         dict(M=1, D=64, H=128, O=16), dict(M=7, D=40, H=100, O=24, activation="relu2"),
-        dict(M=33, D=64, H=72, O=40, gated=True), dict(M=0, D=64, H=32, O=8), dict(M=0, D=64, H=32, O=8, gated=True),
+        dict(M=33, D=80, H=72, O=40, gated=True), dict(M=0, D=64, H=32, O=8), dict(M=0, D=64, H=32, O=8, gated=True),
         dict(M=5, D=19, H=37, O=7, activation="gelu_tanh"), dict(M=3, D=1, H=1, O=1, activation="relu2"),
-        dict(M=5, D=19, H=37, O=9, gated=True, activation="gelu_tanh"), dict(M=70, D=48, H=141, O=48, activation="gelu"),
+        dict(M=5, D=19, H=37, O=9, gated=True, activation="gelu_tanh"), dict(M=70, D=100, H=77, O=270, activation="gelu"),
         dict(M=9, D=32, H=96, O=16, gated=True, activation="gelu", layout="sliced"),
         dict(M=9, D=32, H=96, O=16, layout="transposed"), dict(M=9, D=32, H=96, O=16, layout="expanded", gated=True),
         dict(M=9, D=32, H=96, O=16, up_layout="transposed", down_layout="sliced", activation="relu2"),
@@ -103,7 +107,18 @@ OP = Op(
     },
     cost=cost,
     grads=("x", "up", "down", "gate"),
-    impls={"torch": Impl(run_torch)},
+    impls={
+        "torch": Impl(run_torch),
+        "hybrid": Impl(
+            hybrid.run, hybrid.refuses, needs="triton", limits=LIMITS,
+            words="PyTorch's products with whet's own elementwise kernels; the hidden values are not kept for the backward",
+        ),
+        "triton": Impl(
+            kernel.run, kernel.refuses, needs="triton", tiles=kernel.tiles,
+            limits=(*LIMITS, f"more than {kernel.MAX_O} rows of down"),
+            words="whet's own kernel, the whole forward in one; x alone is kept for the backward",
+        ),
+    },
     dynamic=("M",),
     tiny=dict(M=16, D=32, H=100, O=32),
     hostile=families(("x",), ("up", "down", "gate"), limit=2.0**7),
