@@ -1,4 +1,4 @@
-"""A model's training step by every way, with and without checkpointed blocks and CUDA graphs: verified, then timed, a cell each.
+"""A model's training step by every way, with and without checkpointed blocks and a CUDA graph: each verified, then timed.
 
     for cell in Matrix("transformer-np:small").cells(): ...
 
@@ -37,7 +37,7 @@ KERNELS = {"rms_norm": "triton", "add_rms_norm": "triton", "gmm_log_prob": "trit
 SEPARATE = KERNELS | {"attention": "triton", "mlp": "hybrid", "grouped_mlp": "torch"}
 FUSED = KERNELS | {"attention": "triton_fused_bwd", "mlp": "triton", "grouped_mlp": "triton"}
 FP8 = torch.finfo(torch.float8_e4m3fn).eps
-PROVED_BATCH, PROVED_POINTS = 2, 384  # at most: what the float64 oracle, which materialises attention, is computed at
+ORACLE_BYTES = {"cuda": 16 << 30, "cpu": 1 << 30}  # of materialised attention, which the float64 oracle may take
 STAGES = {"attention": r"\.attention(\.|$)", "MLP": r"\.mlp(\.|$)", "heads": r"^heads(\.|$)", "norms": r"\.\d+$", "loss": ""}
 
 
@@ -122,13 +122,15 @@ class Matrix:
         self.subject.device = device or subject.device
         self.proof = reduced(self.subject)
         self.base: tuple[str, Callable] | None = None
+        self.ways = ways(subject)
+        self.count = 4 * len(self.ways)
 
     def cells(self) -> Iterator[MatrixCell]:
         """Each cell when it is done; what a cell held is given back before the next."""
         self.truth = self.proof.truth()
         plain = Way("eager", self.subject.model.stock)
         self.eager = self._evidence(self._workload(self.proof, plain, False))
-        for way in ways(self.subject):
+        for way in self.ways:
             for checkpointed in (False, True):
                 for graph in (False, True):
                     yield self.cell(way, checkpointed, graph)
@@ -162,17 +164,15 @@ class Matrix:
 
     def _prove(self, way: Way, into: MatrixCell) -> None:
         """Loss and every gradient against the plain variant in float64; at a smaller shape where this one is too large."""
-        work = self._workload(self.proof, way, into.checkpointed)
+        work, step = self._workload(self.proof, way, into.checkpointed), None
         if into.graph:  # it trains while it is captured: the weights are put back
-            weights = {name: p.detach().clone() for name, p in work.model.named_parameters()}
+            weights = [p.detach().clone() for p in work.model.parameters()]
             step = Graph(work.outcome)
             with torch.no_grad():
-                for name, p in work.model.named_parameters():
-                    p.copy_(weights[name])
-        verdict = judge(
-            {n: self._evidence(work, step if into.graph else None).get(n) for n in self.truth} if into.graph
-            else self._evidence(work), self.eager, self.truth, max(way.rounding, ROUNDING[self.precision] or 0.0) or None,
-        )
+                for p, weight in zip(work.model.parameters(), weights):
+                    p.copy_(weight)
+        found, rounding = self._evidence(work, step), max(way.rounding, ROUNDING[self.precision] or 0.0)
+        verdict = judge({name: found.get(name) for name in self.truth}, self.eager, self.truth, rounding or None)
         into.share = round(verdict.share, 4)
         if not verdict.ok:
             raise ValueError(f"wrong: {verdict.why}")
@@ -196,8 +196,9 @@ class Matrix:
             into.speedup = into.speedup_low = into.speedup_high = 1.0
         else:
             name, other = self.base
-            raced = race({f"baseline {name}": other, "cell": step}, keep=None, seconds=self.seconds, flush=False)
-            ratio, timing = paired(*raced.times.values()), raced.timings["cell"]
+            before = f"baseline {name}"
+            raced = race({before: other, "cell": step}, keep=None, seconds=self.seconds, flush=False)
+            ratio, timing = paired(raced.times[before], raced.times["cell"]), raced.timings["cell"]
             into.speedup, into.speedup_low, into.speedup_high = (round(x, 4) for x in (ratio.value, ratio.low, ratio.high))
         into.ok, into.ms, into.low, into.high = True, timing.ms, timing.low, timing.high
         into.tokens_per_s = round(tokens(self.subject) / timing.ms * 1e3, 1)
@@ -207,18 +208,29 @@ class Matrix:
 
 def blocks(model: Any) -> list[torch.nn.Module]:
     """The repeated blocks of a model: its longest list of modules."""
-    return list(max((m for m in model.modules() if isinstance(m, torch.nn.ModuleList)), key=len))
+    return max((list(m) for m in model.modules() if isinstance(m, torch.nn.ModuleList)), key=lambda found: len(found))
+
+
+def scores_bytes(config: Any, recipe: Any) -> int:
+    """What the float64 oracle holds of materialised attention: scores, their softmax and the gradients of both."""
+    keys = getattr(recipe, "context", recipe.seq_len)
+    return 4 * 8 * config.layers * config.heads * recipe.batch * recipe.seq_len * keys
 
 
 def reduced(subject: BuiltIn) -> BuiltIn:
-    """The same model at a batch whose float64 oracle fits; the subject itself where it is small enough."""
-    r: Any = subject.recipe
-    batch, context = min(r.batch, PROVED_BATCH), min(r.context, PROVED_POINTS) if hasattr(r, "context") else None
-    changes = dict(batch=batch, seq_len=min(r.seq_len, PROVED_POINTS))
-    if context is not None:
-        changes = dict(batch=batch, context=context, seq_len=context + min(r.seq_len - r.context, PROVED_POINTS))
-    small = replace(r, **changes)
-    return subject if small == r else BuiltIn(subject.model, subject.sizes, small, subject.name, subject.device)
+    """The same model at a batch whose float64 oracle fits: fewer rows, then fewer points; the subject where it does itself."""
+    small: Any = subject.recipe
+    while scores_bytes(subject.sizes, small) > ORACLE_BYTES[subject.device]:
+        if small.batch > 1:
+            small = replace(small, batch=small.batch // 2)
+        elif hasattr(small, "context"):
+            context, targets = (max(1, n // 2) for n in (small.context, small.seq_len - small.context))
+            small = replace(small, context=context, seq_len=context + targets)
+        else:
+            small = replace(small, seq_len=small.seq_len // 2)
+    if small == subject.recipe:
+        return subject
+    return BuiltIn(subject.model, subject.sizes, small, subject.name, subject.device)
 
 
 def tokens(subject: BuiltIn) -> int:
