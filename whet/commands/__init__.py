@@ -54,11 +54,12 @@ def version(show: Annotated[bool, typer.Option("--version", is_eager=True, help=
 
 
 def application() -> typer.Typer:
-    """Every command of this folder; `bench_decode.py` is `whet bench decode`."""
+    """Every command of this folder; `bench_decode.py` is `whet bench decode`, a further underscore is a hyphen."""
     made = typer.Typer(cls=TwoWords, no_args_is_help=True, help=MEANING)
     made.callback(invoke_without_command=True)(version)
     for name in sorted(m.name for m in pkgutil.iter_modules(__path__) if not m.name.startswith("_")):
-        made.command(name.replace("_", " "), cls=PlainHelp)(importlib.import_module(f"{__name__}.{name}").command)
+        module = importlib.import_module(f"{__name__}.{name}")
+        made.command(name.replace("_", " ", 1).replace("_", "-"), cls=PlainHelp)(module.command)
     return made
 
 

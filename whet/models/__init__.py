@@ -64,9 +64,8 @@ class Model:
     sizes, recipes                                by the name of a size: the architecture, and how it is trained
     build(config, variant, ops, seed) -> module   the variants compute the same function from the same parameters
     batch(config, recipe, device) -> dict         keyword arguments of forward, which returns the loss
-    decodes, samples                              whether what is built is a Decoder, and whether it is Sampleable
-    decodes                                       whether what is built is a Decoder
     takes                                         "tokens" and labels, or "tasks": features and targets of regression
+    decodes, samples                              whether what is built is a Decoder, and whether it is Sampleable
     canonical(config, named) -> dict              parameters (or gradients) of any variant under the plain variant's names
     adapt(config, variant, named) -> dict         the inverse: plain names to the variant's own
     to_hf(config, named) -> dict, dict            config.json and the parameters for Transformers; None: it is not exported
@@ -83,9 +82,9 @@ class Model:
     stock: str  # the best variant with stock calls only
     tuned: str  # the variant that asks its choices for every op
     decodes: bool = False
+    takes: str = "tokens"
     samples: bool = False
     to_hf: Callable[[Any, Mapping], tuple[dict, dict]] | None = None
-    takes: str = "tokens"
 
 
 @functools.cache

@@ -68,20 +68,19 @@ def attention(q, k, v):
     return (q @ k.transpose(-1, -2) / q.shape[-1] ** 0.5).softmax(-1) @ v
 
 
-class NPBlock(nn.Module):
+class NPAttention(nn.Module):
+    """Queries of all points; keys and values of the first `context`, by slicing."""
+
     def __init__(self, c: TransformerNPConfig, variant: str):
         super().__init__()
-        self.c, self.variant, ffn = c, variant, c.stored_ffn(variant)
-        self.norm1, self.norm2 = nn.Parameter(torch.ones(c.width)), nn.Parameter(torch.ones(c.width))
+        self.c, self.variant = c, variant
         if variant == "plain":
             self.q, self.k, self.v = (linear(c.width, c.width) for _ in range(3))
         else:
             self.qkv = linear(c.width, 3 * c.width)
         self.o = linear(c.width, c.width)
-        self.up, self.down = linear(c.width, ffn), linear(ffn, c.width)
 
-    def attend(self, y, context: int, ops):
-        """Queries of all points; keys and values of the first `context`, by slicing."""
+    def forward(self, y, context: int, ops):
         c, (B, P, _) = self.c, y.shape
         if self.variant == "plain":
             q, k, v = self.q(y), self.k(y[:, :context]), self.v(y[:, :context])
@@ -97,15 +96,30 @@ class NPBlock(nn.Module):
             out = ops.attention(q, k, v)
         return self.o(out.transpose(1, 2).reshape(B, P, c.width))
 
-    def mlp(self, y, ops):
+
+class NPMlp(nn.Module):
+    def __init__(self, c: TransformerNPConfig, variant: str):
+        super().__init__()
+        self.variant, ffn = variant, c.stored_ffn(variant)
+        self.up, self.down = linear(c.width, ffn), linear(ffn, c.width)
+
+    def forward(self, y, ops):
         if self.variant == "tuned":
             return ops.mlp(y, self.up.weight, self.down.weight, activation="silu")
         return self.down(F.silu(self.up(y)))
 
+
+class NPBlock(nn.Module):
+    def __init__(self, c: TransformerNPConfig, variant: str):
+        super().__init__()
+        self.eps = c.eps
+        self.norm1, self.norm2 = nn.Parameter(torch.ones(c.width)), nn.Parameter(torch.ones(c.width))
+        self.attention, self.mlp = NPAttention(c, variant), NPMlp(c, variant)
+
     def forward(self, h, delta, context: int, ops):
         """h is the residual stream, delta what the layer before adds to it, inside this one's norm."""
-        y, h = normed(h, delta, self.norm1, self.c.eps, ops)
-        y, h = normed(h, self.attend(y, context, ops), self.norm2, self.c.eps, ops)
+        y, h = normed(h, delta, self.norm1, self.eps, ops)
+        y, h = normed(h, self.attention(y, context, ops), self.norm2, self.eps, ops)
         return h, self.mlp(y, ops)
 
 
