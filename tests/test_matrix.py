@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from whet import matrix
-from whet.matrix import STAGES, Matrix, MatrixCell, Way, points, reduced
+from whet.matrix import STAGES, Matrix, MatrixCell, StepWay, points, reduced
 from whet.measure import Race
 from whet.models.transformer_np import RECIPES, SIZES, TransformerNPConfig
 from whet.race import race_outcome, timing
@@ -68,7 +68,7 @@ def test_stages_add_up_over_the_parts_of_the_model():
 def test_a_way_that_is_wrong_is_not_timed():
     made = Matrix(TARGET, "float32")
     list(zip(range(1), made.cells()))
-    wrong = Way("wrong", made.subject.model.tuned)
+    wrong = StepWay("wrong", made.subject.model.tuned)
     choices = wrong.choices()
     choices.gmm_log_prob = lambda z, y, right=choices.gmm_log_prob: 1.01 * right(z, y)
     object.__setattr__(wrong, "choices", lambda: choices)

@@ -42,7 +42,7 @@ STAGES = {"attention": r"\.attention(\.|$)", "MLP": r"\.mlp(\.|$)", "heads": r"^
 
 
 @dataclass(frozen=True)
-class Way:
+class StepWay:
     """One way to run a step.
 
     variant    of the model
@@ -70,15 +70,15 @@ class Way:
         return found
 
 
-def ways(subject: BuiltIn) -> list[Way]:
+def ways(subject: BuiltIn) -> list[StepWay]:
     stock, tuned = subject.model.stock, subject.model.tuned
     return [
-        Way("SDPA flash", stock, backend=SDPBackend.FLASH_ATTENTION),
-        Way("SDPA cuDNN", stock, backend=SDPBackend.CUDNN_ATTENTION),
-        Way("torch.compile", stock, compiled=True),
-        Way("custom separate", tuned, SEPARATE),
-        Way("custom fused", tuned, FUSED),
-        Way("custom FP8", tuned, FUSED | {"attention": "triton_fp8"}, rounding=FP8),
+        StepWay("SDPA flash", stock, backend=SDPBackend.FLASH_ATTENTION),
+        StepWay("SDPA cuDNN", stock, backend=SDPBackend.CUDNN_ATTENTION),
+        StepWay("torch.compile", stock, compiled=True),
+        StepWay("custom separate", tuned, SEPARATE),
+        StepWay("custom fused", tuned, FUSED),
+        StepWay("custom FP8", tuned, FUSED | {"attention": "triton_fp8"}, rounding=FP8),
     ]
 
 
@@ -128,7 +128,7 @@ class Matrix:
     def cells(self) -> Iterator[MatrixCell]:
         """Each cell when it is done; what a cell held is given back before the next."""
         self.truth = self.proof.truth()
-        plain = Way("eager", self.subject.model.stock)
+        plain = StepWay("eager", self.subject.model.stock)
         self.eager = self._evidence(self._workload(self.proof, plain, False))
         for way in self.ways:
             for checkpointed in (False, True):
@@ -137,7 +137,7 @@ class Matrix:
                     free_memory()
             torch._dynamo.reset()
 
-    def cell(self, way: Way, checkpointed: bool, graph: bool) -> MatrixCell:
+    def cell(self, way: StepWay, checkpointed: bool, graph: bool) -> MatrixCell:
         found = MatrixCell(way.name, checkpointed, graph)
         try:
             if graph and self.subject.device != "cuda":
@@ -151,7 +151,7 @@ class Matrix:
             found.why = str(e) if isinstance(e, ValueError) else error_line(e)
         return found
 
-    def _workload(self, subject: BuiltIn, way: Way, checkpointed: bool) -> Workload:
+    def _workload(self, subject: BuiltIn, way: StepWay, checkpointed: bool) -> Workload:
         work = subject.workload(Plan(way.name, way.variant, "own", way.compiled), way.choices(), self.precision)
         work.around = way.around
         if checkpointed:
@@ -162,7 +162,7 @@ class Matrix:
     def _evidence(self, work: Workload, step: Callable | None = None) -> dict:
         return work.evidence(step, self.proof.canonical)
 
-    def _prove(self, way: Way, into: MatrixCell) -> None:
+    def _prove(self, way: StepWay, into: MatrixCell) -> None:
         """Loss and every gradient against the plain variant in float64; at a smaller shape where this one is too large."""
         work, step = self._workload(self.proof, way, into.checkpointed), None
         if into.graph:  # it trains while it is captured: the weights are put back
@@ -179,7 +179,7 @@ class Matrix:
         if self.proof is not self.subject:
             into.proved = points(self.proof)
 
-    def _time(self, way: Way, into: MatrixCell) -> None:
+    def _time(self, way: StepWay, into: MatrixCell) -> None:
         held = memory_allocated()
         if torch.cuda.is_available():
             torch.cuda.reset_peak_memory_stats()

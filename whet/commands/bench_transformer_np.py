@@ -20,7 +20,7 @@ def command(
     name: Annotated[str, typer.Option(help="Name of the record (default: bench, the model and the shapes).")] = "",
     as_json: Json = False,
 ):
-    """TransformerNP's training step by every way: SDPA, torch.compile, whet's kernels, FP8, each checkpointed and as a graph too.
+    """TransformerNP's training step by every way: SDPA, torch.compile, whet's kernels, FP8; checkpointed, and as a graph.
 
     Each cell is verified in float64, then timed in turns with the SDPA baseline. tokens/s are B * (M + N) a step. A cell that
     cannot run says why.

@@ -135,11 +135,11 @@ class RunLog:
             self.wandb.finish()
 
 
-def step_line(at: dict) -> str:
+def step_line(at: dict, unit: str = "tok") -> str:
     """'step 120/1000  loss 3.412  1,234 tok/s  41% MFU  5.1 GiB  4:10 left'."""
     parts = [f"step {at['step']}/{at['steps']}", f"loss {at['loss']:.4f}"]
     parts += [f"lr {at['lr']:.2e}"] if at.get("lr") is not None else []
-    parts.append(f"{at['tok_s']:,.0f} {at.get('unit', 'tok')}/s")
+    parts.append(f"{at['tok_s']:,.0f} {unit}/s")
     if at.get("mfu") is not None:
         parts.append(f"{100 * at['mfu']:.0f}% MFU")
     if at.get("memory_mib") is not None:

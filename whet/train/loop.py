@@ -178,10 +178,11 @@ def flushed(run: Training, given: Losses, began: float, shown: bool = True) -> f
             stopped(run, step, why)
     if run.watched and norm is not None and not math.isfinite(norm):  # the weights are spoilt now: nothing is saved of them
         stopped(run, last, f"the norm of the gradients is {norm}")
-    at |= dict(steps=r.train.steps, left_s=per_step * (r.train.steps - last), unit="points" if r.data.tasks else "tok")
+    at |= dict(steps=r.train.steps, left_s=per_step * (r.train.steps - last))
+    unit = "points" if r.data.tasks else "tok"
     if shown:
-        run.log.say(step_line(at))
-    run.log.live(step_line(at | dict(lr=None)), last, r.train.steps)
+        run.log.say(step_line(at, unit))
+    run.log.live(step_line(at | dict(lr=None), unit), last, r.train.steps)
     return ended
 
 

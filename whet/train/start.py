@@ -114,7 +114,7 @@ def prepared(
     meta = shards.meta or {}
     torch.manual_seed(t.seed)
     made = built(recipe, device, meta.get("vocab"))
-    if isinstance(shards, Shards) and (not shards.whole or meta.get("vocab", math.inf) > made.vocab):  # a shard of another making
+    if isinstance(shards, Shards) and (not shards.whole or meta.get("vocab", math.inf) > made.vocab):  # one of another making
         shards.check_vocab(made.vocab)
     if recipe.model.path:  # in training alone: what is exported keeps its own setting
         made.model.config.use_cache = False  # type: ignore[union-attr]
