@@ -371,3 +371,14 @@ def test_a_comparison_page_has_a_colour_for_each_arm_and_is_safe(tmp_path):
     looks = {a["class"].removeprefix("curve ").removesuffix(" faint") for a in found.all("path")}
     assert looks == {"arm0", "arm1", "arm2", "arm3", "arm4", "arm0 dashed", "arm1 dashed"}
     assert "by chance" in found.text and found.text.count("cannot be known") > 6
+
+
+def test_a_run_that_was_not_evaluated_yet_was_not_validated_differently(tmp_path):
+    found = compare(group([write_run(tmp_path / "a"), write_run(tmp_path / "b", vals=(), lr=0.2)]))
+    assert found["withheld"]["loss"] == ["b has no evaluation"]
+
+
+@pytest.mark.parametrize("target", ["nan", "inf"])
+def test_a_target_that_is_no_loss_is_refused(tmp_path, target):
+    result = invoke("compare", write_run(tmp_path / "a"), write_run(tmp_path / "b", lr=0.2), "--target", target)
+    assert result.exit_code == 2 and "--target must be a finite loss" in result.stderr

@@ -13,9 +13,12 @@ from rich.console import Console
 from test_train_commands import SETTINGS, invoke
 from test_train_loop import losses, quiet, shards, small  # noqa: F401
 
+from whet.choices import Choices
 from whet.commands import _console, train
+from whet.op import Call
 from whet.train import loop
 from whet.train.data import ShardWriter
+from whet.train.kernels import KernelChoices, forced
 from whet.train.loop import train as train_run
 
 
@@ -192,3 +195,19 @@ def test_a_whole_checkpoint_that_another_program_wrote_is_refused(shards, tmp_pa
     (folder / "done.json").write_text(json.dumps(done))
     with pytest.raises(ValueError, match="step-00000003 is no checkpoint of `whet train`: its state has no loader"):
         quiet(small(shards, train__steps=4), tmp_path / "run", resume=True)
+
+
+def test_sizes_of_a_folders_model_cannot_be_set():
+    said = one_line("train", "gpt2-d12", "--set", "model.path=folder", "--set", "model.layers=3")
+    assert "model.layers cannot be set: model.path is a folder" in said
+
+
+def test_the_block_of_choices_says_what_was_forced():
+    call = Call("rms_norm", {"M": 4, "N": 8}, "float32", True)
+    figures = {"ok": True, "share": 0.0, "why": "", "ms": 1.0, "low": 0.9, "high": 1.1, "samples": 9}
+    entry = dict(call=vars(call), mode="eager", chosen="torch", candidates={"torch": figures, "eager": figures | {"ms": 2.0}})
+    made = KernelChoices([(call, 1)], {"eager": forced(Choices(), [(call, 1)], {"rms_norm": "eager"})}, {"a": entry})
+    assert "Using:   PyTorch (torch)" in "\n".join(made.lines("4 x 8"))
+    made.force = {"rms_norm": "eager"}
+    shown = "\n".join(made.lines("4 x 8"))
+    assert "Using:   eager, by kernels.force.rms_norm" in shown and "rms_norm=eager" in shown and "(torch)" not in shown

@@ -9,6 +9,7 @@ would mean nothing, losses on other data or times on another GPU, it is withheld
 """
 
 import json
+import math
 import statistics
 from bisect import bisect_left
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -153,16 +154,18 @@ def versus(base: Arm, arm: Arm, of_base: dict, of_arm: dict, lower: bool) -> dic
 
 
 def different(arms: Sequence[Arm], what: str, of: Callable[[TrainRun], Any]) -> str:
-    """'the runs have different ...: x (a), y (b)'; empty where all have the same."""
+    """'the runs have different ...: x (a), y (b)'; empty where all that have a value have the same."""
     found: dict[str, list[str]] = {}
-    for run in (r for arm in arms for r in arm.runs):
+    for run in (r for arm in arms for r in arm.runs if of(r) is not None):
         found.setdefault(str(of(run)), []).append(run.name)
     parts = (f"{value} ({names[0]}{f' and {len(names) - 1} more' if len(names) > 1 else ''})" for value, names in found.items())
     return f"{what}: {', '.join(parts)}" if len(found) > 1 else ""
 
 
-def validation(run: TrainRun) -> str:
-    """What the loss was taken over: the tokens of one evaluation, out of the part of the data kept for it."""
+def validation(run: TrainRun) -> str | None:
+    """What the loss was taken over: the tokens of one evaluation, out of the part of the data kept for it; None: of nothing."""
+    if not run.vals:
+        return None
     train, settings = table(run.recipe, "train"), table(run.recipe, "run")
     logged = {v.sequences for v in run.vals if v.sequences is not None}
     share = table(run.recipe, "data").get("val")
@@ -280,6 +283,8 @@ def default_target(arms: Sequence[Arm]) -> tuple[float | None, str]:
 
 def compare(arms: Sequence[Arm], target: float | None = None) -> dict:
     """The comparison in plain values, ready for JSON; the first arm is the one that others are held against."""
+    if target is not None and not math.isfinite(target):
+        raise ValueError(f"compare: --target must be a finite loss, got {target}")
     loss, of = (target, "") if target is not None else default_target(arms)
     reasons = withheld(arms)
     runs = [arm.runs for arm in arms]

@@ -46,6 +46,8 @@ class KernelChoices:
         for entry in shown:
             op = ops[entry["call"]["op"]]
             found += lines_of(result_of(Call(**entry["call"]).key, op, entry["mode"], entry))
+            if op.name in self.force:
+                found[-1] = f"    Using:   {self.force[op.name]}, by kernels.force.{op.name}"
         used = {call.op: impl for (call, _), impl in zip(self.calls, self.table().values())}
         return [*found, "Kernel selection: " + ", ".join(f"{op}={impl}" for op, impl in used.items())]
 

@@ -193,6 +193,8 @@ def read(target: str, settings: Mapping[str, Any] | None = None, device: str = "
     given, small = tables(path)
     flat = given | (small if device == "cpu" else {}) | dict(settings or {})
     found = checked(made(flat, path.stem))
+    if found.model.path and (own := sorted({f"model.{k}" for k in found.model.changes} & set(settings or {}))):
+        raise ValueError(f"recipe: {own[0]} cannot be set: model.path is a folder whose config.json has the sizes")
     asked = (settings or {}).get("train.warmup", 0)
     if asked > found.train.warmup:  # that of a recipe is fitted to fewer steps, one that is asked for is not
         raise ValueError(f"recipe: train.warmup must be below train.steps, {found.train.steps}, got {asked}")
