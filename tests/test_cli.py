@@ -303,7 +303,7 @@ def test_help_gives_units_defaults_and_an_example(command):
 def test_brackets_in_a_commands_help_are_shown_as_they_are(command):
     """Of the text that its file has: rich would take [cpu] for markup."""
     whole = re.sub(r"[│\s]+", " ", invoke(command, "--help").output)
-    source = importlib.import_module(f"whet.commands.{command.replace(' ', '_')}").command
+    source = importlib.import_module(f"whet.commands.{re.sub('[ -]', '_', command)}").command
     assert re.sub(r"\s+", " ", source.__doc__).strip() in whole
     helps = [a.help for p in inspect.signature(source).parameters.values() for a in getattr(p.annotation, "__metadata__", ())]
     assert helps and all(part in whole for text in helps for part in re.findall(r"\[[^]]*\]", text or ""))

@@ -98,15 +98,15 @@ def test_adapt_and_canonical_are_inverse_and_every_variant_starts_alike(variant)
 def test_a_file_with_the_logical_widths_loads_into_every_variant(variant, tmp_path):
     trained = TransformerNP(SMALL, "tuned", seed=7)
     named = {n: t.detach().contiguous() for n, t in canonical(SMALL, dict(trained.named_parameters())).items()}
-    assert named["blocks.0.up.weight"].shape == (21, 32) and named["heads.down"].shape == (3, 3, 21)
+    assert named["blocks.0.mlp.up.weight"].shape == (21, 32) and named["heads.down"].shape == (3, 3, 21)
     save_file(named, tmp_path / "model.safetensors")
     model = TransformerNP(SMALL, variant)
     model.load(load_file(tmp_path / "model.safetensors"))
     data = batch(SMALL, RECIPE, "cpu")
     with torch.no_grad():
         torch.testing.assert_close(model(**data), trained(**data))
-    with pytest.raises(ValueError, match=r"parameter blocks.0.up.weight: expected \(21, 32\), got \(64, 32\)"):
-        model.load(dict(named, **{"blocks.0.up.weight": torch.zeros(64, 32)}))
+    with pytest.raises(ValueError, match=r"parameter blocks.0.mlp.up.weight: expected \(21, 32\), got \(64, 32\)"):
+        model.load(dict(named, **{"blocks.0.mlp.up.weight": torch.zeros(64, 32)}))
 
 
 def padding(c: TransformerNPConfig, named: dict[str, torch.Tensor]) -> list[torch.Tensor]:
@@ -132,7 +132,7 @@ def test_the_padding_gets_no_gradient_and_no_optimizer_moves_it(kind, impl, devi
     assert all(not torch.equal(t, before[n]) for n, t in named.items())
 
 
-@pytest.mark.parametrize("wrong", ["blocks.0.up.weight", "blocks.0.down.weight", "heads.up", "heads.down"])
+@pytest.mark.parametrize("wrong", ["blocks.0.mlp.up.weight", "blocks.0.mlp.down.weight", "heads.up", "heads.down"])
 def test_the_padding_test_would_see_a_width_that_is_not_zero(wrong):
     """With one side filled the other gets a gradient: what is tested is that both are zero."""
     model = TransformerNP(SMALL, "tuned", Choices())
@@ -200,7 +200,7 @@ def test_the_full_size_is_as_published():
     assert sizes["large"] == (200_000, 5_000, 1)
     with torch.device("meta"):
         shapes = {n: tuple(p.shape) for n, p in TransformerNP(c, "plain", Choices()).named_parameters()}
-    assert shapes["embed.weight"] == (512, 3) and shapes["blocks.11.up.weight"] == (1365, 512)
+    assert shapes["embed.weight"] == (512, 3) and shapes["blocks.11.mlp.up.weight"] == (1365, 512)
     assert shapes["heads.up"] == (10, 1365, 512) and shapes["heads.down"] == (10, 3, 1365)
     assert not [n for n in shapes if n.endswith("bias")]
 
