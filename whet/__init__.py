@@ -3,6 +3,7 @@
     import whet
     y = whet.ops.rms_norm(x, w)                       # impl="auto": this machine's lock, else the stock call
     whet.optimize(model, batch)                       # your own model, in place; print(model.whet), whet.restore(model)
+    whet.pad_weights(model, batch)                    # misaligned weights stored padded, before the optimizer is made
     step = whet.compile_step(model, optimizer)        # the whole training step by its best plan: loss = step(batch)
     whet.plans.best_plan("tiny-llama:small")          # record, verify, time, choose
     whet.auto_select_kernels(config)                  # PyTorch or Triton, decided at the start of training
@@ -17,7 +18,7 @@ _HOMES = {
     "auto_select_kernels": "autoselect", "manual_kernel_benchmark": "autoselect", "benchmark_rms_norm": "autoselect",
     "benchmark_rotary": "autoselect", "ModelConfig": "autoselect", "Choices": "choices", "use": "choices",
     "LLM": "decode.engine", "optimize": "swap._optimize", "restore": "swap._optimize",
-    "compile_step": "step", "TrainerCallback": "callback",
+    "pad_weights": "swap._stored", "unpad_weights": "swap._stored", "compile_step": "step", "TrainerCallback": "callback",
 }
 _MODULES = ("ops", "choices", "models", "plans")
 __all__ = sorted([*_HOMES, *_MODULES])

@@ -34,6 +34,7 @@ class PlanResult:
     ok: bool = False
     why: str = ""
     peak_mb: float | None = None  # device memory at its highest point
+    predicted_mb: float | None = None  # the same, predicted from shapes before it was built
     ready_s: float | None = None  # to build, compile and warm up
     share: float | None = None  # of the error budget that it used
     timing: Timing | None = None
@@ -57,5 +58,5 @@ class PlanResult:
             found |= {k: v for k, v in self.timing.as_dict().items() if k != "peak_mib"}
         if self.ratio and self.ok:
             found |= self.ratio.as_dict()
-        facts = ((k, getattr(self, k)) for k in ("peak_mb", "ready_s", "share", "samples_per_s", "before_ms", "speedup"))
-        return found | {k: v for k, v in facts if v is not None}
+        names = ("peak_mb", "predicted_mb", "ready_s", "share", "samples_per_s", "before_ms", "speedup")
+        return found | {k: getattr(self, k) for k in names if getattr(self, k) is not None}

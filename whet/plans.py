@@ -9,12 +9,13 @@ import contextlib
 import gc
 import math
 import sys
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import asdict, replace
 
 import torch
 
 from whet.choices import Choices
+from whet.decode.cache import free_bytes
 from whet.duel import duel, rival_of
 from whet.figures import error_line
 from whet.lock import Lock
@@ -22,6 +23,7 @@ from whet.machine import commit
 from whet.measure import Race, free_memory, memory_allocated, now, race
 from whet.op import Call
 from whet.plan import BEFORE, Plan, PlanResult
+from whet.plan_memory import PlanMemory, lacking
 from whet.race import Outcome, Ratio, decide, leanest, paired, through
 from whet.subjects import BuiltIn, Subject, subject_of
 from whet.tune import Tuning, entries_of, forget, modes_here, reduced_note, save_plans
@@ -30,16 +32,17 @@ from whet.workload import PRECISIONS
 
 OUT_OF_MEMORY = "out of memory"
 SHARE = 0.4  # of the device's memory that the model as it was may take, so that plans fit beside it
+Weights = Mapping[str, torch.Tensor]
 ROOM = 1.2  # times the most memory that a plan took: what must be free for the next one beside those that wait for the race
 
 
 class PlanRunner:
     """One plan made real: a model with the given weights, its optimizer, and a step to call."""
 
-    def __init__(self, trial: "Trial", plan: Plan, choices: Choices | None, precision: str):
+    def __init__(self, trial: "Trial", plan: Plan, choices: Choices | None, precision: str, weights: Weights | None = None):
         self.subject = trial.subject
+        self.weights = self.subject.weights(plan) if weights is None else weights
         self.work = self.subject.workload(plan, choices, precision)
-        self.weights = self.subject.weights(plan)
         self.restore()
         self.step: Callable = self.work.outcome
         if plan.graph:
@@ -104,11 +107,14 @@ def _named(name: str, step: Callable) -> Callable:
 
 
 class Trial:
-    """All plans of one subject: each built and verified, then raced together."""
+    """All plans of one subject: each built and verified, then raced together. predicts: whether memory is, before each."""
 
-    def __init__(self, subject: Subject, precision: str, seconds: float):
+    predicts = True
+
+    def __init__(self, subject: Subject, precision: str, seconds: float, memory: PlanMemory | None = None):
         self.subject, self.precision, self.seconds = subject, precision, seconds
         self.graphs = subject.device == "cuda"
+        self.memory = memory or PlanMemory(subject.workload, subject.device, subject.notes)
         self.choices: dict[str, Choices] = {}
         self.ready: dict[str, Prepared] = {}
         self.results: dict[str, PlanResult] = {}
@@ -123,11 +129,14 @@ class Trial:
     def _begun(self, before: Plan) -> bool:
         """The model as it was, run and kept for the race; False where it left no room for others, and another can be tried."""
         self.before_result = PlanResult(before, ok=True, speedup=1.0)
+        if self._lacks(self.before_result, "float32") and self.subject.before_in_less():
+            return False
         try:
             self.eager = self.runner(before).evidence()  # the error that eager itself makes at this precision: the budget
             gc.collect()
+            weights = self.subject.weights(before)
             with _peak(self.before_result, memory_allocated()):
-                self.before = self.runner(before, "float32")
+                self.before = self.runner(before, "float32", weights)
                 self.before.step()
                 self.before.step()
         except torch.OutOfMemoryError:
@@ -140,15 +149,25 @@ class Trial:
         del self.before
         return False
 
-    def runner(self, plan: Plan, precision: str | None = None) -> PlanRunner:
+    def choices_of(self, plan: Plan) -> Choices | None:
         fixed = {"eager": Choices(default="eager"), "stock": Choices(), "own": None}
-        choices = fixed[plan.choices] if plan.choices in fixed else self.choices[plan.mode]
-        return PlanRunner(self, plan, choices, precision or self.precision)
+        return fixed[plan.choices] if plan.choices in fixed else self.choices[plan.mode]
+
+    def runner(self, plan: Plan, precision: str | None = None, weights: Weights | None = None) -> PlanRunner:
+        return PlanRunner(self, plan, self.choices_of(plan), precision or self.precision, weights)
+
+    def _lacks(self, result: PlanResult, precision: str) -> str:
+        """Why a plan surely does not fit the memory that is free now; what it is predicted to take is noted."""
+        if not self.predicts:
+            return ""
+        found = self.memory.of(result.plan, self.choices_of(result.plan), precision)
+        result.predicted_mb = round(found.peak / 1e6, 1) if found is not None else None
+        return lacking(found, free_bytes(torch.device(self.subject.device)))
 
     def run(self, plan: Plan) -> None:
         """Build and verify the plan; where memory is short, first race those that wait in it, and let them go."""
         results = self._run(plan)
-        if self.entered and any(r.why == OUT_OF_MEMORY for r in results):
+        if self.entered and any(r.why.startswith(OUT_OF_MEMORY) for r in results):
             self.heat()
             self._run(plan)
         if not self._room():
@@ -178,11 +197,15 @@ class Trial:
         """Build (or capture), compile and warm up: the part of a plan that may be done while others use the GPU."""
         gc.collect()
         result = PlanResult(plan)
+        if (why := self._lacks(result, self.precision)) and runner is None:
+            result.why = f"{OUT_OF_MEMORY}: {why}"
+            return result, None, memory_allocated()
+        weights = self.subject.weights(plan) if runner is None else None  # the trial's, not the plan's
         started, origin = now(), origin if runner is not None and origin is not None else memory_allocated()
         try:
             with _peak(result, origin):
                 if runner is None:
-                    runner = self.runner(plan)
+                    runner = self.runner(plan, None, weights)
                 else:
                     runner.capture()
                 runner.step()
@@ -312,11 +335,11 @@ def best_plan(
     if known and not again and known["config"] == subject.config:
         entries = entries_of(lock, [Call(**item["call"]) for item in known["calls"]])
         return known | {"from_lock": True, "entries": list(entries.values())}
-    started = now()
+    started, memory = now(), PlanMemory(subject.workload, subject.device, subject.notes)
+    memory.refuse(subject.name, subject.plans(), precision, free_bytes(torch.device(subject.device)))
     progress("recording calls", 0, 1)
-    calls = subject.calls(precision)
-    recorded = now()
-    trial, todo = Trial(subject, precision, seconds), subject.plans()
+    calls, recorded = subject.calls(precision), now()
+    trial, todo = Trial(subject, precision, seconds, memory), subject.plans()
     with Tuning(calls, lock, progress=progress) as tuning:
         trial.prepare_early(todo)  # while children verify candidates
         tuned = tuning.finish(seconds=0.1)

@@ -304,6 +304,7 @@ class LoopTrial(Trial):
     """
 
     only: tuple[str, ...] = ()
+    predicts = False  # a loop waits for its first step
 
     def finish(self, result: PlanResult, runner: PlanRunner | None) -> PlanResult:
         if not self.only or result.name in self.only:

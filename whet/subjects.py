@@ -1,7 +1,6 @@
 """What plans are tried on: a model in whet/models, or the model and batch that a user's function returned."""
 
 import collections
-import copy
 import functools
 import types
 from collections.abc import Callable, Mapping
@@ -9,6 +8,7 @@ from dataclasses import dataclass, field, replace
 
 import torch
 from torch import nn
+from torch._guards import detect_fake_mode
 
 from whet.choices import Choices, Recorder
 from whet.diagnose.target import CannotRun, Target, raised_at, resolve
@@ -18,6 +18,7 @@ from whet.measure import free_memory
 from whet.models import Model, Recipe, find, recipe_of
 from whet.op import Call
 from whet.plan import BEFORE, Plan, compiled
+from whet.plan_memory import own_copy
 from whet.swap import Journal, Met
 from whet.swap._replace import recognise
 from whet.torch_ops import own_code
@@ -49,12 +50,19 @@ class BuiltIn:
 
     def built(self, variant: str, choices: Choices | None = None) -> nn.Module:
         """A module of its own with the first weights, which are drawn once for each variant; choices: what it asks."""
-        if variant not in self.made:
-            self.made[variant] = self.model.build(self.sizes, variant, Choices(), seed=self.recipe.seed).to(self.device)
-        module = copy.deepcopy(self.made[variant])
+        (module,) = own_copy(self.first(variant))
         for part in asks(module) if choices is not None else ():
             part.ops = choices
         return module
+
+    def first(self, variant: str) -> nn.Module:
+        """The module of a variant that others are copied from; one of fake tensors, inside `predict`, is not kept."""
+        if variant in self.made:
+            return self.made[variant]
+        made = self.model.build(self.sizes, variant, Choices(), seed=self.recipe.seed).to(self.device)
+        if detect_fake_mode() is None:
+            self.made[variant] = made
+        return made
 
     def before(self) -> Plan:
         """As it runs without whet: plain formulas, or PyTorch's own calls where memory does not hold those."""
@@ -102,6 +110,7 @@ class BuiltIn:
 
     def weights(self, plan: Plan) -> Mapping[str, torch.Tensor]:
         """The parameters, and the buffers that a step changes, by the plan's names."""
+        self.first(plan.variant)
         return self.model.adapt(self.sizes, plan.variant, self.plain)
 
     def canonical(self, gradients: Mapping) -> dict:
@@ -225,7 +234,7 @@ class Given:
         """Model, batch and optimizer anew, still belonging to each other; the optimizer without what it remembers of steps."""
         t = self.target
         try:
-            model, args, kwargs, optimizer = copy.deepcopy((t.model, t.args, t.kwargs, t.optimizer))
+            model, args, kwargs, optimizer = own_copy(t.model, t.args, t.kwargs, t.optimizer)
         except Exception as e:
             raise CannotRun(f"{self.name}: the model cannot be copied: {raised_at(e)}") from e
         if optimizer is not None:

@@ -24,7 +24,7 @@ def parameters(model: Model, size: str) -> int:
 
 
 def needed(count: int, device: str) -> int:
-    """Bytes at least: activations come on top."""
+    """Bytes at least: activations come on top, which `whet.plan_memory` predicts before a plan is built."""
     return count * (HELD + STEP * WAITING[device])
 
 

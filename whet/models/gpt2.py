@@ -28,10 +28,10 @@ from whet.models.tiny_llama import batch
 from whet.op import autocast_of
 from whet.ops.activated_linear import act
 from whet.ops.rope import tables
+from whet.padding import OFF
 
 VARIANTS = {"plain": (), "stock": ("qkv",), "tuned": ("qkv", "gate_up")}  # what each has in one projection
 ACTIVATIONS = {"gelu": "gelu", "gelu_tanh": "gelu_new", "relu2": "relu2", "silu": "silu", "swiglu": "silu"}  # in Transformers
-OFF = -3e4  # finite, since a block of -inf alone is NaN in an online softmax; fp16 holds it
 ROWS = ("embed.weight", "head.weight")  # a row for each token
 
 

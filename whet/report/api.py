@@ -18,7 +18,10 @@ from whet.report import markdown
 from whet.report.templates import fill
 
 GROUPS = {
-    "Your own model": ("swap._optimize.optimize", "swap._optimize.restore", "swap._optimize.Optimized"),
+    "Your own model": (
+        "swap._optimize.optimize", "swap._optimize.restore", "swap._stored.pad_weights", "swap._stored.unpad_weights",
+        "swap._optimize.Optimized",
+    ),
     "Your own training loop": ("step.compile_step", "step.CompiledStep", "callback.TrainerCallback"),
     "Choosing kernels": (
         "choices.Choices", "choices.use", "choices.Recorder", "tune.tune", "lock.Lock.read", "lock.Lock.table",

@@ -244,7 +244,7 @@ def chosen_note(result: dict) -> str:
 PLANS = (
     Column("plan"), Column("step ms", ms), Column("± spread", ms, 6), Column("baseline beside it, ms", ms, None),
     Column("vs fastest", str, 2), Column("samples/s", "{:,.0f}", 3), Column("speed-up", "{:.2f}x", 1),
-    Column("peak MB", "{:,.0f}", 5), Column("error / budget", str, 4), Column("note"),
+    Column("peak MB", "{:,.0f}", 5), Column("predicted MB", "{:,.0f}", 7), Column("error / budget", str, 4), Column("note"),
 )
 
 
@@ -258,7 +258,7 @@ def plans_table(result: dict) -> Table:
         rates = [p.get(k) if timed else None for k in ("samples_per_s", "speedup")]
         table.add(
             plan_label(p.get("name") or ""), timed, spread(p), p.get("before_ms"), versus(p), *rates, p.get("peak_mb") or None,
-            budget(p), chosen_note(result) if chosen else p.get("why") or "", marked=chosen,
+            p.get("predicted_mb"), budget(p), chosen_note(result) if chosen else p.get("why") or "", marked=chosen,
         )
     return table
 

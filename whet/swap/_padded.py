@@ -12,6 +12,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from whet.alignment import SMALL, pads
+from whet.padding import sizes as sizes
 from whet.swap._alike import hooked, watched
 
 
@@ -37,12 +38,6 @@ def unhooked(module: Any) -> bool:
 def only_weights(module: Any) -> bool:
     """Whether its weight and bias say all of a linear layer: nothing would be missed if it were not called."""
     return plain(module) and not watched(module)
-
-
-def sizes(linear: Any) -> tuple[int, int]:
-    """(in, out) features."""
-    first, last = linear.weight.shape
-    return (last, first) if isinstance(linear, nn.Linear) else (first, last)
 
 
 def product_dtype(linear: Any) -> torch.dtype:

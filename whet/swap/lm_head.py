@@ -16,6 +16,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from whet.figures import error_line
+from whet.padding import head_for_loss, logical_sizes
 from whet.swap import Edit, Edits, Left, Met, Site, new_forward
 from whet.swap._biases import covered_biases
 from whet.swap._packed import is_plain
@@ -80,11 +81,11 @@ def edits(model: nn.Module, ops) -> list[Edit]:
 
     def loss(self, logits, labels, vocab_size, num_items_in_batch=None, ignore_index=-100, shift_labels=None, **options):
         passed, head = self._whet_passed, head_of(self)
-        w, b = head.weight, head.bias
-        if not passed.on or logits is not passed.hidden or vocab_size != w.shape[0]:
+        if not passed.on or logits is not passed.hidden or vocab_size != logical_sizes(head)[1]:
             counts = dict(num_items_in_batch=num_items_in_batch, ignore_index=ignore_index, shift_labels=shift_labels)
             return self._whet_loss(logits, labels, vocab_size, **counts, **options)
         passed.used = True
+        w, b = head_for_loss(head, logits.dtype)
         if shift_labels is None:
             shift_labels = F.pad(labels, (0, 1), value=ignore_index)[..., 1:]
         return loss_of(logits, w, shift_labels.to(logits.device), ignore_index, "mean", 0.0, None, num_items_in_batch, b)
@@ -110,7 +111,7 @@ def head_site(model: nn.Module, met: dict[str, Met], path: str, edits: Edits, se
         return Left(path, f"its head's weight is a {type(head.weight).__name__} of {head.weight.dtype}, not a plain parameter")
     if not inner.training:
         return Left(path, "it is in eval mode, where logits are wanted beside the loss")
-    words = f"head of {head.weight.shape[0]:,} words{'' if head.bias is None else ', with a bias,'} and its loss"
+    words = f"head of {logical_sizes(head)[1]:,} words{'' if head.bias is None else ', with a bias,'} and its loss"
     site = Site(
         "", model, lambda model, ops: edits(model.get_submodule(path), ops), words, compares=("['loss']",),
         serves=lambda model: served(model.get_submodule(path)), drops="unless kept",

@@ -28,6 +28,7 @@ from safetensors import SafetensorError
 from torch import Tensor, nn
 
 from whet.lock_file import only_writer
+from whet.padding import cut, logical_shapes
 from whet.train.optim import Ema, describe, restore, state_tensors
 from whet.train.stored import CheckpointError, StoredTensors, packed
 
@@ -57,10 +58,11 @@ def save(
         text = json.dumps(doc | {"optimizer": describe(model, optimizer)}, indent=1).encode()
     except (TypeError, ValueError) as e:
         raise CheckpointError(f"checkpoint: state and optimizer settings must be what JSON holds: {e}") from None
-    contents = {MODEL: packed(weights, elsewhere, MODEL), OPTIMIZER: packed(state_tensors(optimizer), elsewhere, OPTIMIZER)}
+    tensors = state_tensors(optimizer, model)
+    contents = {MODEL: packed(weights, elsewhere, MODEL), OPTIMIZER: packed(tensors, elsewhere, OPTIMIZER)}
     contents[RNG] = packed(_random_states())
     if ema is not None:
-        contents[EMA] = packed(ema.tensors, elsewhere, EMA)
+        contents[EMA] = packed(_averages(ema, model), elsewhere, EMA)
     contents[STATE] = iter([text])
     try:
         folder.mkdir(parents=True, exist_ok=True)
@@ -125,16 +127,23 @@ def _sync(folder: Path) -> None:
 def _weights(model: nn.Module) -> tuple[dict[str, Tensor], dict[str, str]]:
     """Parameters and persistent buffers, each once, and the other names of those that are tied."""
     kept: dict[str, Tensor] = {}
-    first: dict[int, str] = {}
+    first: dict[tuple, str] = {}
     tied: dict[str, str] = {}
     for name, t in model.state_dict(keep_vars=True).items():
         if not isinstance(t, Tensor):
             raise CheckpointError(f"checkpoint: {name} of the model is a {type(t).__name__}, no tensor; give it in `state`")
-        if id(t) in first:
-            tied[name] = first[id(t)]
+        same = (id(t),) if t._base is None else (id(t._base), t.shape, t.stride(), t.storage_offset())  # cut from a padded one
+        if same in first:
+            tied[name] = first[same]
         else:
-            first[id(t)], kept[name] = name, t
+            first[same], kept[name] = name, t
     return kept, tied
+
+
+def _averages(ema: Ema, model: nn.Module) -> dict[str, Tensor]:
+    """Averaged weights, those of parameters that are stored padded cut to their logical shape."""
+    shapes = logical_shapes(model)
+    return {name: cut(t, shapes.get(id(ema.params[name]), t.shape)) for name, t in ema.tensors.items()}
 
 
 def _random_states() -> dict[str, Tensor]:
@@ -286,15 +295,15 @@ def _optimizer_differs(saved: dict, stored: StoredTensors, model: nn.Module, opt
     counts = [[group["params"] for group in described["groups"]] for described in (saved, mine)]
     if counts[0] != counts[1]:
         return f"its {theirs} has groups of {counts[0]} parameters, and this {this} of {counts[1]}"
-    tensors = state_tensors(optimizer)
+    tensors = state_tensors(optimizer, model)
     return stored.misfit(tensors, f"this {this}") if tensors else ""
 
 
-def _ema_differs(stored: StoredTensors | None, ema: Ema | None) -> str:
+def _ema_differs(stored: StoredTensors | None, ema: Ema | None, model: nn.Module) -> str:
     if stored is None or ema is None:
         has, given = ("has averaged", "no ema= is given") if stored is not None else ("has no averaged", "ema= is given")
         return "" if stored is ema else f"it {has} weights, and {given}"
-    return stored.misfit(ema.tensors, "the average")
+    return stored.misfit(_averages(ema, model), "the average")
 
 
 def load(
@@ -318,17 +327,18 @@ def load(
         average = StoredTensors(path / EMA) if (path / EMA).exists() else None
         why = "" if optimizer is None else _optimizer_differs(doc["optimizer"], optimizer_state, model, optimizer)
         if optimizer is not None or ema is not None:
-            why = why or _ema_differs(average, ema)
+            why = why or _ema_differs(average, ema, model)
         if why:
             raise _refused(path, why)
         with torch.no_grad():
             mine = _weights(model)[0]
             weights.into(mine, fill_sharded(path / MODEL, mine))
             if average is not None and ema is not None:
-                average.into(ema.tensors, fill_sharded(path / EMA, ema.tensors))
+                averages = _averages(ema, model)
+                average.into(averages, fill_sharded(path / EMA, averages))
             if optimizer is not None:
-                filled = fill_sharded(path / OPTIMIZER, state_tensors(optimizer))
-                restore(optimizer, doc["optimizer"], optimizer_state.but(filled))
+                filled = fill_sharded(path / OPTIMIZER, state_tensors(optimizer, model))
+                restore(optimizer, doc["optimizer"], optimizer_state.but(filled), model)
                 _set_random_states(states.but())
     except (SafetensorError, KeyError, json.JSONDecodeError) as e:
         raise _refused(path, f"it is no checkpoint of whet's: {type(e).__name__}: {e}") from None

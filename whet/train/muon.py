@@ -9,6 +9,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Shard
 
+from whet.padding import logical_shapes
+
 COEFFICIENTS, ITERATIONS = (3.4445, -4.7750, 2.0315), 5
 EDGE_NAMES = re.compile(r"wte|wpe|w?emb(ed\w*)?|(un)?embed\w*|\w*embeddings?|lm_head|head|score|classifier")  # a part of a name
 
@@ -19,12 +21,13 @@ def hidden_matrices(model: nn.Module, adamw_names: tuple[str, ...] = ()) -> list
     A head is known by its name, or as a matrix outside numbered blocks with a row for each entry of an embedding.
     """
     tables = [m for m in model.modules() if isinstance(m, (nn.Embedding, nn.EmbeddingBag))]
+    shapes = logical_shapes(model)
     embeddings, entries = {id(m.weight) for m in tables}, {m.num_embeddings for m in tables}
 
     def edge(name: str, p: Tensor) -> bool:
         parts = name.split(".")
         named = any(EDGE_NAMES.fullmatch(part) for part in parts)
-        like_a_head = not any(part.isdigit() for part in parts) and p.shape[0] in entries
+        like_a_head = not any(part.isdigit() for part in parts) and shapes.get(id(p), p.shape)[0] in entries
         return id(p) in embeddings or named or like_a_head or any(fnmatch.fnmatchcase(name, n) for n in adamw_names)
 
     found = ((name, p) for name, p in model.named_parameters() if p.requires_grad and p.dim() == 2 and min(p.shape) > 1)

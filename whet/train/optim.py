@@ -20,6 +20,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.optim.adamw import adamw
 
+from whet.padding import logical_shapes, resized
 from whet.train.muon import hidden_matrices, local, orthogonalized, orthogonalized_shares
 
 KINDS = ("adamw", "muon")
@@ -91,10 +92,12 @@ def make(model: nn.Module, options: OptimOptions | None = None, **changes: Any) 
     for name, p in trained.items():
         if name not in muon:
             parts.setdefault(("adamw", o.weight_decay if p.dim() >= 2 else 0.0), []).append(p)
-    groups = [
+    groups: list[dict] = [
         dict(params=params, rule=rule, weight_decay=decay, lr=o.muon_lr if rule == "muon" else o.lr)
         for (rule, decay), params in parts.items() if params
     ]
+    if muon and (shapes := logical_shapes(model)):
+        groups[0]["shapes"] = [list(shapes.get(id(p), p.shape)) for p in groups[0]["params"]]
     return MuonAdamW(groups, o, capturable=on_cuda)
 
 
@@ -146,7 +149,11 @@ class MuonAdamW(torch.optim.Optimizer):
             states = [self.state[p] for p in params]
             weights = [s.get("master", p) for p, s in zip(params, states)]
             grads = [p.grad.to(w.dtype) for p, w in zip(params, weights)]
-            (self._muon if group["rule"] == "muon" else self._adamw)(group, weights, grads, states)
+            if group["rule"] == "muon":
+                logical = dict(zip(group["params"], group.get("shapes", ())))
+                self._muon(group, weights, grads, states, [tuple(logical.get(p, p.shape)) for p in params])
+            else:
+                self._adamw(group, weights, grads, states)
             rounded = [(p, w) for p, w in zip(params, weights) if w is not p]
             if rounded:
                 torch._foreach_copy_(local(p for p, _ in rounded), local(w for _, w in rounded))
@@ -162,14 +169,19 @@ class MuonAdamW(torch.optim.Optimizer):
         )
 
     @staticmethod
-    def _muon(group: dict, weights: list[Tensor], grads: list[Tensor], states: list[dict]) -> None:
-        """w -= lr * (orthogonalized(Nesterov momentum) * max(1, rows / columns)^0.5 + weight_decay * w); one batch a shape."""
+    def _muon(
+        group: dict, weights: list[Tensor], grads: list[Tensor], states: list[dict], shapes: list[tuple[int, ...]]
+    ) -> None:
+        """w -= lr * (orthogonalized(Nesterov momentum) * max(1, rows / columns)^0.5 + weight_decay * w); one batch a shape.
+
+        shapes   whose rows and columns count: of a weight that is stored padded its logical ones
+        """
         momentum, averages, grads = group["momentum"], local(s["momentum"] for s in states), local(grads)
         torch._foreach_lerp_(averages, grads, 1 - momentum)
         ahead = torch._foreach_lerp(grads, averages, momentum)
         alike = defaultdict(list)
-        for w, update in zip(weights, ahead):
-            alike[w.shape, w.dtype, w.device].append((w, update))
+        for w, update, shape in zip(weights, ahead, shapes):
+            alike[shape, w.shape, w.dtype, w.device].append((w, update))
         for (shape, *_), pairs in alike.items():
             first, mine = pairs[0][0], local(w for w, _ in pairs)
             updates = torch.stack([update for _, update in pairs])
@@ -185,7 +197,7 @@ class MuonAdamW(torch.optim.Optimizer):
         params = [p for group in self.param_groups for p in group["params"]]
         ids = [i for group in state_dict["param_groups"] for i in group["params"]]
         saved = [state_dict["state"].get(i, {}) for i in ids]
-        kept, flags = dict(self.state), [{k: group[k] for k in FLAGS} for group in self.param_groups]
+        kept, flags = dict(self.state), [{k: group[k] for k in (*FLAGS, "shapes") if k in group} for group in self.param_groups]
 
         def shapes(state: dict[str, Tensor]) -> str:
             return ", ".join(f"{name} {tuple(t.shape)}" for name, t in sorted(state.items())) or "none"
@@ -211,7 +223,9 @@ def describe(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict:
     """An optimizer but for its tensors, as JSON: its parameters' names, its groups' settings, and numbers among its state."""
     names = {id(p): name for name, p in model.named_parameters()}
     params = parameters_of(optimizer)
-    groups: list[dict] = [{k: v.item() if isinstance(v, Tensor) else v for k, v in g.items()} for g in optimizer.param_groups]
+    groups: list[dict] = [
+        {k: v.item() if isinstance(v, Tensor) else v for k, v in g.items() if k != "shapes"} for g in optimizer.param_groups
+    ]
     return {
         "kind": type(optimizer).__name__,
         "parameters": [names.get(id(p), f"parameter {i}") for i, p in enumerate(params)],
@@ -223,19 +237,30 @@ def describe(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict:
     }
 
 
-def state_tensors(optimizer: torch.optim.Optimizer) -> dict[str, Tensor]:
-    """The tensors of any optimizer's state, as '<index of parameter>.<name>'."""
-    states = ((i, optimizer.state.get(p, {})) for i, p in enumerate(parameters_of(optimizer)))
-    return {f"{i}.{name}": v for i, state in states for name, v in state.items() if isinstance(v, Tensor)}
+def state_tensors(optimizer: torch.optim.Optimizer, model: nn.Module | None = None) -> dict[str, Tensor]:
+    """The tensors of any optimizer's state, as '<index of parameter>.<name>'.
+
+    model   of which parameters may be stored padded (whet.pad_weights): their state is given cut to the logical shape, as views
+    """
+    shapes = logical_shapes(model) if model is not None else {}
+    found = {}
+    for i, p in enumerate(parameters_of(optimizer)):
+        for name, v in optimizer.state.get(p, {}).items():
+            if isinstance(v, Tensor):
+                found[f"{i}.{name}"] = resized(v, tuple(p.shape), shapes[id(p)], name) if id(p) in shapes else v
+    return found
 
 
-def restore(optimizer: torch.optim.Optimizer, described: dict, tensors: Mapping[str, Tensor]) -> None:
+def restore(optimizer: torch.optim.Optimizer, described: dict, tensors: Mapping[str, Tensor], model: nn.Module) -> None:
     """What `describe` and `state_tensors` gave of a like optimizer, put in place; settings of the machine stay."""
+    shapes = logical_shapes(model)
     owners = [(p, group) for group in optimizer.param_groups for p in group["params"]]
     for key, value in (*tensors.items(), *described["values"].items()):
         index, _, name = key.partition(".")
         p, group = owners[int(index)]
         kept = optimizer.state[p]
+        if id(p) in shapes and isinstance(value, Tensor):
+            value = resized(value, shapes[id(p)], tuple(p.shape), name)
         if isinstance(kept.get(name), Tensor):
             kept[name].copy_(value)
         elif isinstance(value, Tensor) and (name != "step" or any(group.get(k) for k in FLAGS)):
@@ -246,7 +271,7 @@ def restore(optimizer: torch.optim.Optimizer, described: dict, tensors: Mapping[
         for name, setting in saved.items():
             if isinstance(group.get(name), Tensor):
                 group[name].fill_(setting)
-            elif name not in ("params", "foreach", *FLAGS):
+            elif name not in ("params", "foreach", "shapes", *FLAGS):
                 group[name] = tuple(setting) if isinstance(setting, list) else setting
 
 
