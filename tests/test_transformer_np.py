@@ -52,7 +52,9 @@ def evidence(model: TransformerNP, device: str) -> dict[str, torch.Tensor]:
     return {"output loss": loss.detach()} | {f"grad {n}": g for n, g in grads.items()}
 
 
-@pytest.mark.parametrize("variant, impl", [("plain", "eager"), ("stock", None), ("tuned", "eager"), ("tuned", None)])
+@pytest.mark.parametrize("variant, impl", [
+    ("plain", "eager"), ("stock", None), ("tuned", "eager"), ("tuned", None), ("tuned", "triton"),
+])
 def test_variants_are_one_function_with_one_set_of_gradients(variant, impl, device):
     plain = weights(SMALL)
     truth = oracle(MODEL, SMALL, RECIPE, {n: t.to(device) for n, t in plain.items()}, device)
