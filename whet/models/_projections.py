@@ -1,6 +1,6 @@
-"""Projections that some variants of a model fuse: cut into the plain ones, and joined again."""
+"""Projections that some variants of a model fuse: cut into the plain ones, joined again, and filled from plain ones."""
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 
 import torch
 
@@ -31,3 +31,17 @@ def joined(splits: Splits, fused: Iterable[str], plain: Mapping[str, torch.Tenso
             if found:
                 named[f"{head}.{part}.{kind}"] = torch.cat([named.pop(f"{head}.{n}.{kind}") for n in splits[part]])
     return named
+
+
+@torch.no_grad()
+def fill(model: str, named: Parameters, canonical: Callable, adapt: Callable, plain: Mapping[str, torch.Tensor]) -> None:
+    """Set a variant's parameters from those of the plain one; ValueError where a name or a shape is another.
+
+    canonical, adapt   of the variant: its parameters under the plain names, and back
+    """
+    wanted, given = ({n: tuple(t.shape) for n, t in m.items()} for m in (canonical(named), plain))
+    for name in sorted({*wanted, *given}):
+        if (shape := wanted.get(name, "none")) != (got := given.get(name, "none")):
+            raise ValueError(f"{model}: parameter {name}: expected {shape}, got {got}")
+    for name, value in adapt(plain).items():
+        named[name].copy_(value)

@@ -23,7 +23,7 @@ from whet.alignment import padded_size
 from whet.choices import Choices, current
 from whet.models import Model, Recipe
 from whet.models._hf import LLAMA_NAMES, config_of, llama_config, renamed
-from whet.models._projections import cut, joined
+from whet.models._projections import cut, fill, joined
 from whet.models.tiny_llama import batch
 from whet.op import autocast_of
 from whet.ops.activated_linear import act
@@ -217,16 +217,10 @@ class GPT2(nn.Module):
             plain[name] = torch.randn(t.shape, generator=generator) * std if t.dim() == 2 else torch.full(t.shape, fill)
         self.load(plain)
 
-    @torch.no_grad()
     def load(self, plain: Mapping[str, torch.Tensor]) -> None:
         """Set every parameter from those of the plain variant, as `canonical` and `from_hf` give them."""
-        named = dict(self.named_parameters())
-        wanted, given = ({n: tuple(t.shape) for n, t in m.items()} for m in (canonical(self.c, named), plain))
-        for name in sorted({*wanted, *given}):
-            if (shape := wanted.get(name, "none")) != (got := given.get(name, "none")):
-                raise ValueError(f"gpt2: parameter {name}: expected {shape}, got {got}")
-        for name, value in adapt(self.c, self.variant, plain).items():
-            named[name].copy_(value)
+        c, variant = self.c, self.variant
+        fill("gpt2", dict(self.named_parameters()), lambda t: canonical(c, t), lambda t: adapt(c, variant, t), plain)
 
     def hidden(self, tokens, cache=None):
         """What the head reads of each token: (B, T, width). cache: as logits takes it."""

@@ -25,6 +25,7 @@ from torch import nn
 from whet.alignment import padded_size
 from whet.choices import Choices, current
 from whet.models import Model, TaskRecipe
+from whet.models._projections import cut, fill, joined
 
 VARIANTS = ("plain", "stock", "tuned")
 FEATURES = 3  # of a point: x, y or 0, and whether it is context
@@ -53,6 +54,11 @@ class TransformerNPConfig:
     @property
     def head_dim(self) -> int:
         return self.width // self.heads
+
+    @property
+    def splits(self) -> dict[str, dict[str, int]]:
+        """How the fused projection is cut: fused name -> {plain name: rows}."""
+        return {"qkv": dict.fromkeys("qkv", self.width)}
 
     def stored_ffn(self, variant: str) -> int:
         """The width inside the MLPs as a variant stores it."""
@@ -176,16 +182,10 @@ class TransformerNP(nn.Module):
             plain[name] = drawn * stds.get(name, deep) if t.dim() > 1 else drawn
         self.load(plain)
 
-    @torch.no_grad()
     def load(self, plain: Mapping[str, torch.Tensor]) -> None:
         """Set every parameter from those of the plain variant, as `canonical` gives them."""
-        named = dict(self.named_parameters())
-        wanted, given = ({n: tuple(t.shape) for n, t in m.items()} for m in (canonical(self.c, named), plain))
-        for name in sorted({*wanted, *given}):
-            if (shape := wanted.get(name, "none")) != (got := given.get(name, "none")):
-                raise ValueError(f"transformer-np: parameter {name}: expected {shape}, got {got}")
-        for name, value in adapt(self.c, self.variant, plain).items():
-            named[name].copy_(value)
+        c, variant = self.c, self.variant
+        fill("transformer-np", dict(self.named_parameters()), lambda t: canonical(c, t), lambda t: adapt(c, variant, t), plain)
 
     def embedded(self, features):
         """In float32 also where the rest is in 16 bits: a rounded x is another point."""
@@ -234,24 +234,15 @@ def batch(c: Any, recipe: Any, device: str, step: int = 0) -> dict:
 
 def canonical(c: TransformerNPConfig, named: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
     """QKV cut into the plain projections, the padding inside the MLPs cut off."""
-    plain: dict[str, torch.Tensor] = {}
-    for name, t in named.items():
-        if name.endswith(".qkv.weight"):
-            plain |= {name.replace(".qkv.", f".{part}."): piece for part, piece in zip("qkv", t.chunk(3))}
-        elif name.endswith(UP):
-            plain[name] = t[..., : c.ffn, :]
-        else:
-            plain[name] = t[..., : c.ffn] if name.endswith(DOWN) else t
-    return plain
+    return {
+        name: t[..., : c.ffn, :] if name.endswith(UP) else t[..., : c.ffn] if name.endswith(DOWN) else t
+        for name, t in cut(c.splits, named).items()
+    }
 
 
 def adapt(c: TransformerNPConfig, variant: str, plain: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
     """Plain projections joined into QKV where the variant has it in one, the MLPs padded with zeros where it pads."""
-    named, more = dict(plain), c.stored_ffn(variant) - c.ffn
-    for name in plain if variant != "plain" else ():
-        head, found, kind = name.rpartition(".q.")
-        if found:
-            named[f"{head}.qkv.{kind}"] = torch.cat([named.pop(f"{head}.{part}.{kind}") for part in "qkv"])
+    named, more = joined(c.splits, c.splits if variant != "plain" else (), plain), c.stored_ffn(variant) - c.ffn
     for name, t in named.items() if more else ():
         if name.endswith(UP + DOWN):
             named[name] = F.pad(t, (0, 0, 0, more) if name.endswith(UP) else (0, more))
