@@ -61,7 +61,7 @@ class Attention(nn.Module):
     def __init__(self, c: TinyLlamaConfig, pieces: Pieces):
         super().__init__()
         self.c, self.attend = c, pieces.attend
-        self.rows = [rows for _, rows in c.splits["qkv"]]
+        self.rows = [*c.splits["qkv"].values()]
         self.qkv, self.o = nn.Linear(c.hidden, sum(self.rows), bias=False), nn.Linear(c.hidden, c.hidden, bias=False)
 
     def forward(self, y, cos, sin):

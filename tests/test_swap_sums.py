@@ -1,5 +1,7 @@
 """A residual sum and the LayerNorm after it as one op: in which models, in blocks of which form, and what stays as it was."""
 
+import functools
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -10,6 +12,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from whet.choices import Choices, Recorder
+from whet.swap import Journal, Met, residual_norm
 from whet.swap._proof import prove
 from whet.swap._replace import as_call, recognise
 from whet.swap.residual_norm import PendingSum
@@ -219,3 +222,39 @@ def test_gradient_checkpointing_of_layers_with_layer_norms(name, reentrant):
     model.gradient_checkpointing_enable(dict(use_reentrant=reentrant))
     model.enable_input_require_grads()
     agree(trained(model, data), expected)
+
+
+class Wrapped(nn.Module):
+    """A layer whose class puts around its forward what checkpoints it, as Transformers does from 5.23 on."""
+
+    gradient_checkpointing = False
+
+    def __init__(self):
+        super().__init__()
+        self.norm1, self.norm2 = nn.LayerNorm(32), nn.LayerNorm(32)
+        self.attn, self.mlp = nn.Linear(32, 32), nn.Linear(32, 32)
+
+    def own(self, x):
+        h = x + self.attn(self.norm1(x))
+        return h + self.mlp(self.norm2(h))
+
+    @functools.wraps(own)
+    def forward(self, *args):
+        if self.gradient_checkpointing and self.training:
+            self.was_checkpointed = True
+            return checkpoint(functools.partial(Wrapped.own, self), *args, use_reentrant=False)
+        return Wrapped.own(self, *args)
+
+
+@pytest.mark.parametrize("checkpointed", [False, True])
+def test_a_layer_whose_forward_is_wrapped_for_checkpointing_is_replaced_inside_and_still_checkpointed(checkpointed):
+    layer = Wrapped()
+    x = torch.randn(2, 64, 32)
+    expected = layer(x)
+    (site,) = residual_norm.find(layer, {"": Met((x,), {}), **{n: Met((x,), {}) for n in ("norm1", "norm2", "attn", "mlp")}})
+    recorder = Recorder()
+    Journal().make(site.edits(layer, recorder))
+    layer.gradient_checkpointing = checkpointed
+    assert torch.equal(layer(x), expected)
+    ops = [call.op for call, _ in recorder.calls.values()]
+    assert ops == ([] if checkpointed else ["add_layer_norm"]) and hasattr(layer, "was_checkpointed") == checkpointed

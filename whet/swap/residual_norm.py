@@ -139,10 +139,13 @@ def run(module: nn.Module, own: Callable, norms: Summed, call: Met, note: Callab
     return settled(out) if isinstance(out, (Deferred, torch.Tensor)) else tree_map(settled, out)
 
 
-def replaced(own: Callable, norms: Summed, fewest: int) -> Callable:
+def replaced(whole: Callable, own: Callable, norms: Summed, fewest: int) -> Callable:
+    """whole: the module's forward; own: what it runs where its layer is not checkpointed."""
     def forward(self, *args, **kwargs):
         if few(args, kwargs, fewest) or torch.compiler.is_compiling():  # Inductor fuses the sum into the norm's formula itself
-            return own(self, *args, **kwargs)
+            return whole(self, *args, **kwargs)
+        if whole is not own and self.gradient_checkpointing and self.training:
+            return whole(self, *args, **kwargs)
         return run(self, own, norms, Met(args, kwargs), lambda module: None)
 
     return forward
@@ -150,6 +153,14 @@ def replaced(own: Callable, norms: Summed, fewest: int) -> Callable:
 
 def checkpoints(function: types.FunctionType) -> bool:
     return any("checkpoint" in name for name in function.__code__.co_names)
+
+
+def inside(module: nn.Module, function: types.FunctionType | None) -> types.FunctionType | None:
+    """The layer's own forward, where Transformers (5.23 on) has put around it what checkpoints the layer when that is on."""
+    seen = function
+    while seen is not None and checkpoints(seen) and hasattr(module, "gradient_checkpointing"):
+        seen = getattr(seen, "__wrapped__", None)
+    return seen or function
 
 
 def is_block(module: nn.Module, own: types.FunctionType) -> bool:
@@ -164,7 +175,7 @@ def norms_of_sums(module: nn.Module, own: Callable, norms: dict[str, KnownNorm],
 
 def find(model: nn.Module, met: dict[str, Met]) -> Iterator[Site | Left]:
     for path, module in model.named_modules():
-        own = own_function(module)
+        own = inside(module, own_function(module))
         if path not in met or own is None or not is_block(module, own):
             continue
         children = {name: (where, norm) for name, where, norm in norms_in(path, module, met, *NORMS)}
@@ -178,9 +189,10 @@ def find(model: nn.Module, met: dict[str, Met]) -> Iterator[Site | Left]:
         fewest = fewest_rows(met[path])
 
         def edits(module, ops, norms=free, fewest=fewest):
-            own = own_function(module)
-            assert own is not None
-            return [Edit(module, "forward", types.MethodType(replaced(own, with_ops(norms, ops), fewest), module))]
+            whole = own_function(module)
+            own = inside(module, whole)
+            assert whole is not None and own is not None
+            return [Edit(module, "forward", types.MethodType(replaced(whole, own, with_ops(norms, ops), fewest), module))]
 
         words = ", ".join(sorted({norm.words for norm in free.values()}))
         covers = tuple(("norms", children[name][0]) for name in free)
