@@ -59,6 +59,16 @@ def test_a_cell_that_cannot_run_says_why(device):
     assert all(c.why or c.ok for c in found().values()) and len(found()) == 20
 
 
+@pytest.mark.gpu
+def test_every_way_but_fp8_runs_as_a_cuda_graph_with_the_same_proof(device):
+    for name in ("SDPA flash", "SDPA cuDNN", "custom separate", "custom fused"):
+        for checkpointed in (False, True):
+            made = Matrix(TARGET, "bfloat16")
+            list(zip(range(1), made.cells()))
+            cell = made.cell(next(way for way in made.ways if way.name == name), checkpointed, True)
+            assert cell.ok and cell.peak_mb > 0, cell
+
+
 def test_stages_add_up_over_the_parts_of_the_model():
     stages = found()["SDPA flash", False, False].stages
     assert set(stages) == {*STAGES, "optimizer", "idle"}
