@@ -7,6 +7,7 @@ from typing import Any
 import torch
 
 PACKED, WINDOW, CAUSAL = "packed_sequence_mask_function", "sliding_window_overlay", "causal_mask_function"
+REMAPPED = "remap_positions_for_packed_sequence"  # from Transformers 5.23 on: a mask of positions within what is packed
 JOINED = "and_mask"  # what and_masks returns; or_masks' is another
 FULL = "allow_is_bidirectional_skip"  # an option of masks without a direction alone
 
@@ -22,11 +23,16 @@ KNOWN = CausalKnown()
 
 
 def parts_of(mask_function: Any) -> list[str]:
-    """The names of the masks that Transformers' and_masks joined into one; of any other, its own."""
+    """The names of the masks that Transformers' and_masks joined into one; of any other, its own.
+
+    A mask over remapped positions counts as the mask itself: where nothing is packed they are those of the row.
+    """
     name = getattr(mask_function, "__qualname__", "")
+    held = [c.cell_contents for c in getattr(mask_function, "__closure__", None) or ()]
+    if name.startswith(f"{REMAPPED}."):
+        return [part for inner in held if callable(inner) for part in parts_of(inner)]
     if not name.startswith("and_masks."):
         return [name.partition(".")[0]]
-    held = [c.cell_contents for c in mask_function.__closure__ or ()]
     return [part for joined in held if isinstance(joined, tuple) for f in joined for part in parts_of(f)]
 
 
