@@ -109,6 +109,21 @@ def own_copy(model: nn.Module, *rest: Any) -> tuple:
         return copy.deepcopy((model, *rest), memo)
 
 
+def moved(module: nn.Module, device: str) -> nn.Module:
+    """module.to(device), also of fake parameters, which nn.Module cannot swap once an op has written to them."""
+    if detect_fake_mode() is None:
+        return module.to(device)
+    made: dict[torch.Tensor, torch.Tensor] = {}  # by what it was, which a tied weight is twice
+    for part in module.modules():
+        for held in (part._parameters, part._buffers):
+            for name, t in [(name, t) for name, t in held.items() if t is not None]:
+                if t not in made:
+                    new = torch.empty_like(t, device=device)
+                    made[t] = nn.Parameter(new, t.requires_grad) if isinstance(t, nn.Parameter) else new
+                held[name] = made[t]  # type: ignore[assignment]
+    return module
+
+
 @contextlib.contextmanager
 def without_state(optimizer: torch.optim.Optimizer) -> Iterator[None]:
     """While it is on, the optimizer remembers nothing of its steps."""

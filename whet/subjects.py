@@ -18,7 +18,7 @@ from whet.measure import free_memory
 from whet.models import Model, Recipe, find, recipe_of
 from whet.op import Call
 from whet.plan import BEFORE, Plan, compiled
-from whet.plan_memory import own_copy
+from whet.plan_memory import moved, own_copy
 from whet.swap import Journal, Met
 from whet.swap._replace import recognise
 from whet.torch_ops import own_code
@@ -59,7 +59,7 @@ class BuiltIn:
         """The module of a variant that others are copied from; one of fake tensors, inside `predict`, is not kept."""
         if variant in self.made:
             return self.made[variant]
-        made = self.model.build(self.sizes, variant, Choices(), seed=self.recipe.seed).to(self.device)
+        made = moved(self.model.build(self.sizes, variant, Choices(), seed=self.recipe.seed), self.device)
         if detect_fake_mode() is None:
             self.made[variant] = made
         return made
