@@ -3,10 +3,9 @@
 import math
 from collections.abc import Callable
 
-import torch
-
 from whet.choices import Choices
 from whet.measure import free_memory, memory_allocated, race
+from whet.plan import PlanResult, peak_memory
 from whet.race import paired
 from whet.subjects import BuiltIn, Subject, subject_of
 
@@ -31,24 +30,22 @@ def duel(name: str, step: Callable, rival: BuiltIn, precision: str, seconds: flo
     `whet optimize RIVAL` is what verifies it.
     """
     plan = next(p for p in rival.plans() if p.compiled and p.choices == "stock")
-    before = memory_allocated()
-    if torch.cuda.is_available():
-        torch.cuda.reset_peak_memory_stats()
-    work = rival.workload(plan, Choices(), precision)
-    work.step()
-    loss = work.step()
+    result = PlanResult(plan)
+    with peak_memory(result, memory_allocated()):
+        work = rival.workload(plan, Choices(), precision)
+        work.step()
+        loss = work.step()
     assert loss is not None
     if not math.isfinite(loss.item()) or (dead := work.without_gradient()):
         why = f"its loss is {loss.item()}" if not math.isfinite(loss.item()) else f"no gradient reaches {dead[0]}"
         raise ValueError(f"optimize: --against {rival.name}: {why}")
-    peak = round((torch.cuda.max_memory_allocated() - before) / 1e6, 1) if torch.cuda.is_available() else None
     label = f"{rival.name} {plan.name}"
     raced = race({label: work.step, name: step}, keep=label, seconds=seconds, flush=False)
     ratio, timing = paired(raced.times[label], raced.times[name]), raced.timings[label]
     del work
     free_memory()
     return {
-        "name": label, "config": rival.config, "ms": timing.ms, "low": timing.low, "high": timing.high, "peak_mb": peak,
-        "plan": name, "plan_ms": raced.timings[name].ms, "speedup": round(ratio.value, 4),
+        "name": label, "config": rival.config, "ms": timing.ms, "low": timing.low, "high": timing.high,
+        "peak_mb": result.peak_mb, "plan": name, "plan_ms": raced.timings[name].ms, "speedup": round(ratio.value, 4),
         "speedup_low": round(ratio.low, 4), "speedup_high": round(ratio.high, 4), "rounds": ratio.rounds, "busy": raced.busy,
     }

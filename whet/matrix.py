@@ -26,7 +26,7 @@ from whet.graphs import Graph
 from whet.judge import judge
 from whet.measure import compare, free_memory, memory_allocated, race
 from whet.op import discover
-from whet.plan import Plan
+from whet.plan import Plan, peak_memory
 from whet.race import paired
 from whet.subjects import BuiltIn, subject_of
 from whet.swap import Journal
@@ -180,17 +180,13 @@ class Matrix:
             into.proved = points(self.proof)
 
     def _time(self, way: StepWay, into: MatrixCell) -> None:
-        held = memory_allocated()
-        if torch.cuda.is_available():
-            torch.cuda.reset_peak_memory_stats()
-        work = self._workload(self.subject, way, into.checkpointed)
-        step: Callable = Graph(work.outcome) if into.graph else work.outcome
-        step()
-        loss = step()
+        with peak_memory(into, memory_allocated()):
+            work = self._workload(self.subject, way, into.checkpointed)
+            step: Callable = Graph(work.outcome) if into.graph else work.outcome
+            step()
+            loss = step()
         if not math.isfinite(loss.item()) or work.without_gradient():
             raise ValueError(f"its loss is {loss.item():.4g} and {len(work.without_gradient())} parameters have no gradient")
-        if torch.cuda.is_available():
-            into.peak_mb = round((torch.cuda.max_memory_allocated() - held) / 1e6, 1)
         if self.base is None:
             self.base, timing = (way.name, step), compare({way.name: step}, seconds=self.seconds, flush=False)[way.name]
             into.speedup = into.speedup_low = into.speedup_high = 1.0

@@ -1,6 +1,11 @@
 """A plan, how a model runs, and what came of trying it."""
 
+import contextlib
+from collections.abc import Iterator
 from dataclasses import asdict, dataclass, replace
+from typing import Any
+
+import torch
 
 from whet.race import Ratio, Timing
 
@@ -60,3 +65,14 @@ class PlanResult:
             found |= self.ratio.as_dict()
         names = ("peak_mb", "predicted_mb", "ready_s", "share", "samples_per_s", "before_ms", "speedup")
         return found | {k: getattr(self, k) for k in names if getattr(self, k) is not None}
+
+
+@contextlib.contextmanager
+def peak_memory(into: Any, origin: int) -> Iterator[None]:
+    """into.peak_mb: device memory at the highest point of the block, over what was held at the origin."""
+    if torch.cuda.is_available():
+        torch.cuda.reset_peak_memory_stats()
+    yield
+    if torch.cuda.is_available():
+        torch.cuda.synchronize()
+        into.peak_mb = round((torch.cuda.max_memory_allocated() - origin) / 1e6, 1)

@@ -5,11 +5,10 @@ its gradients must pass against the plain variant in float64 before it is timed.
 each other and the plain eager model in turns, so that every speed-up is a ratio from one run.
 """
 
-import contextlib
 import gc
 import math
 import sys
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import asdict, replace
 
 import torch
@@ -22,7 +21,7 @@ from whet.lock import Lock
 from whet.machine import commit
 from whet.measure import Race, free_memory, memory_allocated, now, race
 from whet.op import Call
-from whet.plan import BEFORE, Plan, PlanResult
+from whet.plan import BEFORE, Plan, PlanResult, peak_memory
 from whet.plan_memory import PlanMemory, lacking
 from whet.race import Outcome, Ratio, decide, leanest, paired, through
 from whet.subjects import BuiltIn, Subject, subject_of
@@ -65,17 +64,6 @@ class PlanRunner:
         found = self.work.evidence(self.step, self.subject.canonical)
         self.restore()
         return found
-
-
-@contextlib.contextmanager
-def _peak(into: PlanResult, origin: int) -> Iterator[None]:
-    """Device memory at the highest point of the block, over what was held at the origin."""
-    if torch.cuda.is_available():
-        torch.cuda.reset_peak_memory_stats()
-    yield
-    if torch.cuda.is_available():
-        torch.cuda.synchronize()
-        into.peak_mb = round((torch.cuda.max_memory_allocated() - origin) / 1e6, 1)
 
 
 def _reason(e: Exception) -> str:
@@ -135,7 +123,7 @@ class Trial:
             self.eager = self.runner(before).evidence()  # the error that eager itself makes at this precision: the budget
             gc.collect()
             weights = self.subject.weights(before)
-            with _peak(self.before_result, memory_allocated()):
+            with peak_memory(self.before_result, memory_allocated()):
                 self.before = self.runner(before, "float32", weights)
                 self.before.step()
                 self.before.step()
@@ -203,7 +191,7 @@ class Trial:
         weights = self.subject.weights(plan) if runner is None else None  # the trial's, not the plan's
         started, origin = now(), origin if runner is not None and origin is not None else memory_allocated()
         try:
-            with _peak(result, origin):
+            with peak_memory(result, origin):
                 if runner is None:
                     runner = self.runner(plan, None, weights)
                 else:

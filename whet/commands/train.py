@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from whet.commands._console import Json, console, plain_errors, progress_bar
+from whet.commands._console import Json, LockFile, console, plain_errors, progress_bar
 
 if TYPE_CHECKING:
     from contextlib import AbstractContextManager
@@ -39,7 +39,7 @@ def command(
     resume: Resume = False,
     tune: Annotated[bool | None, typer.Option(help="Choose kernels before step 0 (default: where there is a GPU).")] = None,
     retune_every: Annotated[int, typer.Option(min=0, help="Time the choices again every N steps (default 0: never).")] = 0,
-    lock: Annotated[str | None, typer.Option(metavar="FILE", help="The lock (default $WHET_LOCK, else whet.lock).")] = None,
+    lock: LockFile = None,
     seeds: Seeds = "",
     overhead: Overhead = False,
     page: Annotated[bool, typer.Option(help="Write page.html into the run's folder at the end.")] = True,
