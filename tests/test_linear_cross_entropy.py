@@ -13,7 +13,7 @@ from whet.op import DTYPES, discover
 from whet.verify import verify
 
 OP = discover()["linear_cross_entropy"]
-MODULE = sys.modules["whet.ops.linear_cross_entropy"]
+MODULE, CHUNKS = (sys.modules[f"whet.ops.{name}"] for name in ("linear_cross_entropy", "_loss_chunks"))
 CASES = [
     dict(M=19, D=16, V=100), dict(M=19, D=16, V=100, reduction="sum"), dict(M=19, D=16, V=100, reduction="none"),
     dict(M=19, D=16, V=37, label_smoothing=0.1, softcap=5.0), dict(M=19, D=16, V=100, num_items="tensor", layout="sliced"),
@@ -30,7 +30,7 @@ def fours(M, row_bytes, w_bytes):
 @pytest.mark.parametrize("case", CASES, ids=lambda c: "-".join(f"{k}{v}" for k, v in c.items()))
 def test_many_chunks_meet_the_budget_of_one(case, dtype, sums, monkeypatch):
     monkeypatch.setattr(MODULE, "chunks", fours)
-    monkeypatch.setattr(MODULE, "ACCUMULATOR_BYTES", 1 << 30 if sums == "fp32" else 0)
+    monkeypatch.setattr(CHUNKS, "ACCUMULATOR_BYTES", 1 << 30 if sums == "fp32" else 0)
     verdict = verify(OP, OP.impls["triton"], OP.inputs(dtype=DTYPES[dtype], device=DEVICE, **case))
     assert verdict.ok, verdict.why
 
@@ -40,7 +40,7 @@ def test_many_chunks_meet_the_budget_of_one(case, dtype, sums, monkeypatch):
 def test_chunks_cover_every_row_once_within_memory(M, row_bytes, w_bytes):
     cuts = MODULE.chunks(M, row_bytes, w_bytes)
     assert [row for cut in cuts for row in range(cut.start, cut.stop)] == list(range(M))
-    room = max(MODULE.CHUNK_BYTES, w_bytes, min(M * row_bytes // 8, MODULE.MANY_BYTES))
+    room = max(CHUNKS.CHUNK_BYTES, w_bytes, min(M * row_bytes // 8, CHUNKS.MANY_BYTES))
     assert all((cut.stop - cut.start) * row_bytes <= room or cut.stop - cut.start == 1 for cut in cuts)
     if len(cuts) > 1 and room // row_bytes >= 128:
         assert all((cut.stop - cut.start) % 128 == 0 for cut in cuts[:-1])
@@ -108,7 +108,7 @@ def walked(args, reduction):
 @pytest.mark.parametrize("V", [1, 101, 50257])
 def test_an_odd_vocabulary_leaves_no_product_an_odd_size(V, dtype, bias, reduction, again, monkeypatch):
     M, D, P = 16, 64, padded_size(V)
-    monkeypatch.setattr(MODULE, "ACCUMULATOR_BYTES", 0)  # in float32 a CPU sums by copies, which have strides of their own
+    monkeypatch.setattr(CHUNKS, "ACCUMULATOR_BYTES", 0)  # in float32 a CPU sums by copies, which have strides of their own
     args = OP.inputs(dtype=DTYPES[dtype], device=DEVICE, M=M, D=D, V=V, bias=bias)
     seen, dw = walked(args, reduction)
     assert P % PAD == 0 and seen.sizes == [(M, D, P)] * (1 + again) + [(M, P, D), (P, M, D)]
@@ -121,7 +121,7 @@ def test_an_odd_vocabulary_leaves_no_product_an_odd_size(V, dtype, bias, reducti
     (64, 64, "bfloat16"), (64, 1000, "bfloat16"), (64, 100, "float32"), (7, 101, "float32"),
 ])
 def test_an_aligned_vocabulary_or_an_odd_inner_size_copies_no_weight(D, V, dtype, reduction, monkeypatch):
-    monkeypatch.setattr(MODULE, "ACCUMULATOR_BYTES", 0)
+    monkeypatch.setattr(CHUNKS, "ACCUMULATOR_BYTES", 0)
     args = OP.inputs(dtype=DTYPES[dtype], device=DEVICE, M=16, D=D, V=V)
     seen, dw = walked(args, reduction)
     assert seen.sizes[0] == (16, D, V) and seen.sizes[-2:] == [(16, V, D), (V, 16, D)]

@@ -26,6 +26,7 @@ from whet.models._hf import LLAMA_NAMES, config_of, llama_config, renamed
 from whet.models._projections import cut, fill, joined
 from whet.models.tiny_llama import batch
 from whet.op import autocast_of
+from whet.ops._fp8 import refused as fp8_refused
 from whet.ops.activated_linear import act
 from whet.ops.rope import tables
 from whet.padding import OFF
@@ -53,6 +54,7 @@ class GPT2Config:
     tied: bool = True  # the head is the embedding
     bias: bool = False  # of the linear layers and LayerNorms
     narrow_residual: bool = False  # under autocast the residual stream is as wide as a product's operands: half the bytes
+    fp8_head: bool = False  # in training under bfloat16 autocast the head's products run in FP8, where the GPU has it
     mtp: int = 0  # further tokens that are predicted in training: 2, 3, ... ahead
     mtp_weight: float = 0.3  # of their losses, shared among them
     theta: float = 10000.0
@@ -73,7 +75,7 @@ class GPT2Config:
         check("mtp", lambda x: type(x) is int and x >= 0, "a whole number from 0 on")
         check("mlp_ratio mtp_weight theta eps", above_0, "a number above 0")
         check("softcap", lambda x: x is None or above_0(x), "None or a number above 0")
-        check("qk_norm tied bias narrow_residual", lambda x: type(x) is bool, "true or false")
+        check("qk_norm tied bias narrow_residual fp8_head", lambda x: type(x) is bool, "true or false")
         check("activation", lambda x: x in [*ACTIVATIONS], f"one of {', '.join(ACTIVATIONS)}")
         check("positions", lambda x: x in ("rope", "learned"), "'rope' or 'learned'")
         check("norm", lambda x: x in ("rms", "layer"), "'rms' or 'layer'")
@@ -242,6 +244,8 @@ class GPT2(nn.Module):
     def loss(self, y, labels):
         """The mean cross-entropy of labels, which the padded rows have no part in."""
         w, y = (self.head or self.embed).weight, y.to(autocast_of(y) or y.dtype)  # as the product takes it
+        if self.training and self.c.fp8_head and y.dtype == torch.bfloat16 and not fp8_refused():
+            return self.ops.linear_cross_entropy(y, w[: self.c.vocab], labels, softcap=self.c.softcap, precision="fp8")
         if self.c.softcap is None:
             return self.ops.linear_cross_entropy(y, w, labels, b=None if self.off is None else self.off.to(y.dtype))
         return self.ops.linear_cross_entropy(y, w[: self.c.vocab], labels, softcap=self.c.softcap)
@@ -348,7 +352,9 @@ SIZES = {
     "d12-mqa": GPT2Config(kv_heads=1),
     "d12-swiglu": GPT2Config(activation="swiglu", mlp_ratio=8 / 3),
     "d12-hybrid": GPT2Config(pattern="SSSL"),
-    "d12-fast": GPT2Config(kv_heads=4, mlp_ratio=3.0, activation="relu2", pattern="SSSL", narrow_residual=True),
+    "d12-fast": GPT2Config(
+        kv_heads=4, mlp_ratio=3.0, activation="relu2", pattern="SSSL", narrow_residual=True, fp8_head=True
+    ),
     "llm-med": GPT2Config(vocab=49152, width=384, layers=6, heads=8, kv_heads=8, activation="silu", qk_norm=False),
     "hf": GPT2Config(activation="gelu_tanh", positions="learned", norm="layer", qk_norm=False, bias=True, eps=1e-5),
     "tiny": GPT2Config(vocab=257, width=128, layers=4, heads=4, kv_heads=4),

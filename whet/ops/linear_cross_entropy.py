@@ -8,6 +8,7 @@ Moves   three matrix products, and each chunk of logits four times over; no M*V 
 Rounds  logits to x's dtype, as F.linear does; the softmax in fp32; its gradient, unscaled, to x's dtype. dx is rounded after
         its product and after the upstream scale. dw is summed over chunks in fp32 and rounded once, or, for bf16 weights
         whose fp32 sum would pass ACCUMULATOR_BYTES, summed in bf16 with one rounding per chunk. db is summed in fp32.
+        precision="fp8": x and w to E4M3, the gradient of the logits to E5M2; the products add in fp32.
 """
 
 import functools
@@ -15,12 +16,13 @@ import functools
 import torch
 import torch.nn.functional as F
 import triton
-import triton.language as tl
 
 from whet.alignment import aligned, pads
-from whet.launch import launcher
 from whet.op import Cost, Impl, Op, floating, lay, layout_of, nbytes, rows, same_device
 from whet.ops import _cross_entropy as kernels
+from whet.ops._fp8 import LOWEST, rounded
+from whet.ops._fp8_loss import NO_FP8, fp8_refuses, run_fp8
+from whet.ops._loss_chunks import chunks, scaled, sum_dtype
 from whet.ops._rows import KERNEL_DTYPES, unit_rows
 from whet.ops.cross_entropy import HOSTILE, KINDS, check_options, loss_pieces, options_of, some_options, some_targets
 from whet.ops.cross_entropy import reference as loss_of_logits
@@ -28,36 +30,43 @@ from whet.ops.cross_entropy import run_torch as torch_loss_of_logits
 from whet.torch_ops import Fused
 from whet.values import families
 
-CHUNK_BYTES = 224 << 20  # 2048 bf16 rows at vocabulary 50304, four chunks of 8192: products stay large
-MANY_BYTES = 448 << 20  # 4096 such rows, eight chunks of 32768
-ACCUMULATOR_BYTES = 256 << 20  # an fp32 dw above this would cost more than the logits chunk
 COLUMNS = 16  # logits rows lie a multiple apart: whole vectors for the row kernels, which Triton sees in multiples of 16
 
 
-def reference(x, w, target, ignore_index=-100, reduction="mean", label_smoothing=0.0, softcap=None, num_items=None, b=None):
-    """cross_entropy(x @ w.T + b, target): x (..., D), w (V, D), target (...), b (V,) or None; the rest is cross_entropy's."""
+def reference(
+    x, w, target, ignore_index=-100, reduction="mean", label_smoothing=0.0, softcap=None, num_items=None, b=None,
+    precision=None,
+):
+    """cross_entropy(x @ w.T + b, target): x (..., D), w (V, D), target (...), b (V,) or None; the rest is cross_entropy's.
+
+    precision: "fp8" rounds x and w to E4M3, each with one power-of-two scale; the gradient passes straight through. float64
+        is not rounded. The kernel rounds the gradient of the logits to E5M2 as well.
+    """
+    if precision == "fp8":
+        x, w = rounded(x), rounded(w)
     return loss_of_logits(F.linear(x, w, b), target, ignore_index, reduction, label_smoothing, softcap, num_items)
 
 
 def inputs(
     dtype, device, M, D, V, layout="contiguous", w_layout="contiguous", target_dtype="int64", ignored="some", bias=False,
-    **options,
+    precision=None, **options,
 ):
     args = some_options(M, device, **options)
     x = lay(torch.randn(M, D, device=device).to(dtype), layout)
     w = lay((2 * D**-0.5 * torch.randn(V, D, device=device)).to(dtype), w_layout)
     target = some_targets(M, V, device, target_dtype, args["ignore_index"], ignored)
-    return dict(x=x, w=w, target=target, **args, b=torch.randn(V, device=device).to(dtype) if bias else None)
+    b = torch.randn(V, device=device).to(dtype) if bias else None
+    return dict(x=x, w=w, target=target, **args, b=b, precision=precision)
 
 
-def case_of(x, w, target, b=None, **options):
+def case_of(x, w, target, b=None, precision=None, **options):
     case = dict(M=x.numel() // max(1, x.shape[-1]), D=x.shape[-1], V=w.shape[0], layout=layout_of(x))
     case |= {} if w.is_contiguous() else dict(w_layout=layout_of(w))
-    case |= {} if b is None else dict(bias=True)
+    case |= ({} if b is None else dict(bias=True)) | ({} if precision is None else dict(precision=precision))
     return case | options_of(target, **options)
 
 
-def check(x, w, target, b=None, **options):
+def check(x, w, target, b=None, precision=None, **options):
     if reason := floating(x=x, w=w, b=b) or same_device(x=x, w=w, target=target, b=b):
         return reason
     if x.dim() < 1 or w.dim() != 2 or w.shape[1] != x.shape[-1] or w.numel() < 1:
@@ -75,58 +84,14 @@ def check(x, w, target, b=None, **options):
 
 def cost(x, w, target, b=None, **options):
     product, given = 2 * x.numel() * w.shape[0], nbytes(x, w, target, b)
-    return Cost(bytes=given + 4, flops=product, bwd_bytes=given + nbytes(x, w, b), bwd_flops=2 * product)
-
-
-@triton.jit
-def _scaled_kernel(
-    grad_ptr, dloss_ptr, scale_ptr,  # inputs
-    out_ptr,
-    numel,
-    BLOCK: tl.constexpr,
-):
-    """out = grad * (dloss * scale), in out's dtype.  One program, BLOCK elements.
-
-    Fuses   the upstream gradient, the mean's division and the cast of an fp32 sum.
-    Moves   grad in, out out.
-    Rounds  once, at the store.
-    """
-    i = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
-    factor = tl.load(dloss_ptr) * tl.load(scale_ptr)
-    grad = tl.load(grad_ptr + i, mask=i < numel, other=0.0).to(tl.float32)
-    tl.store(out_ptr + i, grad * factor, mask=i < numel)
-
-
-def scaled(grad, dloss, scale, dtype):
-    """A fresh tensor: the saved gradient stays as it was, for a second backward through the same graph."""
-    out = torch.empty(grad.shape, dtype=dtype, device=grad.device)
-    if out.numel():
-        programs = triton.cdiv(out.numel(), 4096)
-        launcher(_scaled_kernel)[(programs,)](grad, dloss, scale, out, out.numel(), BLOCK=4096, num_warps=8)
-    return out
-
-
-def chunks(M: int, row_bytes: int, w_bytes: int) -> list[slice]:
-    """Rows cut evenly into as few chunks as memory allows, each a multiple of 128 rows where it can be.
-
-    A chunk may be as large as w for free: the backward holds dw twice, as summed and as returned. A padded w comes on top.
-    Each chunk reads and writes the sum of dw, 190 rows' worth of time: of many rows a chunk is an eighth, up to MANY_BYTES.
-    """
-    most = max(1, max(CHUNK_BYTES, w_bytes, min(M * row_bytes // 8, MANY_BYTES)) // row_bytes)
-    unit = 128 if most >= 128 else 1
-    step = M if most >= M else triton.cdiv(triton.cdiv(M, triton.cdiv(M, most // unit * unit)), unit) * unit
-    return [slice(start, min(start + step, M)) for start in range(0, M, max(1, step))]
+    how = "float8_e4m3fn" if options.get("precision") == "fp8" else ""
+    return Cost(bytes=given + 4, flops=product, bwd_bytes=given + nbytes(x, w, b), bwd_flops=2 * product, dtype=how)
 
 
 @functools.cache
 def adds_in_fp32() -> bool:
     """Whether addmm takes half matrices and a float32 sum in one product on the GPU: PyTorch 2.10 and later."""
     return tuple(int(n) for n in torch.__version__.split(".")[:2]) >= (2, 10)
-
-
-def sum_dtype(w: torch.Tensor) -> torch.dtype:
-    """The dtype dw is summed in. fp16 always takes fp32: a frequent token's unscaled sum can pass 65504."""
-    return torch.float32 if w.dtype == torch.float16 or 4 * w.numel() <= ACCUMULATOR_BYTES else w.dtype
 
 
 def add_product(dw, dz, x, first: bool):
@@ -273,7 +238,9 @@ ROWS = Fused(
 )
 
 
-def refuses(x, w, target, **options):
+def refuses(x, w, target, precision=None, **options):
+    if precision is not None:
+        return NO_FP8
     if x.dtype not in KERNEL_DTYPES or w.dtype not in KERNEL_DTYPES:
         return f"x and w must be float32, float16 or bfloat16, got {x.dtype} and {w.dtype}"
     return None
@@ -281,6 +248,7 @@ def refuses(x, w, target, **options):
 
 def run_triton(
     x, w, target, ignore_index=-100, reduction="mean", label_smoothing=0.0, softcap=None, num_items=None, b=None,
+    precision=None,
 ):
     b = x.new_empty(0) if b is None else b
     if torch.is_autocast_enabled(x.device.type):
@@ -296,11 +264,20 @@ def run_triton(
     return FUSED(x, w, target, ignore_index, reduction, smoothing, cap, items, b, *need)
 
 
-def run_torch(x, w, target, ignore_index=-100, reduction="mean", label_smoothing=0.0, softcap=None, num_items=None, b=None):
+def torch_refuses(x, w, target, precision=None, **options):
+    return None if precision is None else NO_FP8
+
+
+def run_torch(
+    x, w, target, ignore_index=-100, reduction="mean", label_smoothing=0.0, softcap=None, num_items=None, b=None,
+    precision=None,
+):
     return torch_loss_of_logits(F.linear(x, w, b), target, ignore_index, reduction, label_smoothing, softcap, num_items)
 
 
-def liger_refuses(x, w, target, b=None, **options):
+def liger_refuses(x, w, target, b=None, precision=None, **options):
+    if precision is not None:
+        return NO_FP8
     if x.dtype not in KERNEL_DTYPES:
         return f"x must be float32, float16 or bfloat16, got {x.dtype}"
     if (w.requires_grad or b is not None and b.requires_grad) and not x.requires_grad:
@@ -308,7 +285,10 @@ def liger_refuses(x, w, target, b=None, **options):
     return None if x.numel() else "x must not be empty"
 
 
-def run_liger(x, w, target, ignore_index=-100, reduction="mean", label_smoothing=0.0, softcap=None, num_items=None, b=None):
+def run_liger(
+    x, w, target, ignore_index=-100, reduction="mean", label_smoothing=0.0, softcap=None, num_items=None, b=None,
+    precision=None,
+):
     from liger_kernel.ops.fused_linear_cross_entropy import LigerFusedLinearCrossEntropyFunction
 
     how = reduction if num_items is None else "sum"
@@ -338,16 +318,30 @@ OP = Op(
         dict(M=7, D=24, V=100, bias=True), dict(M=0, D=16, V=64, bias=True),
         dict(M=9, D=16, V=100, bias=True, reduction="none"),
         dict(M=9, D=16, V=101, bias=True, label_smoothing=0.1, softcap=5.0, num_items="tensor", layout="transposed"),
+        dict(M=37, D=48, V=101, precision="fp8", bias=True), dict(M=0, D=16, V=64, precision="fp8"),
+        dict(M=9, D=32, V=300, precision="fp8", softcap=5.0, num_items="tensor", layout="sliced"),
+        dict(M=9, D=16, V=100, precision="fp8", reduction="sum", w_layout="transposed", target_dtype="int32", ignore_index=3),
     ),
     shapes={f"{M}x{D}x{V}": dict(M=M, D=D, V=V) for M, D, V in ((8192, 768, 50304), (8192, 1024, 151936), (1024, 512, 1000))},
     cost=cost,
     grads=("x", "w", "b"),
     impls={
-        "torch": Impl(run_torch),
-        "triton": Impl(run_triton, refuses, needs="triton", limits=("dtypes other than fp32, fp16, bf16",)),
+        "torch": Impl(run_torch, torch_refuses, limits=("precision='fp8'",)),
+        "triton": Impl(run_triton, refuses, needs="triton", limits=("precision='fp8'", "dtypes other than fp32, fp16, bf16")),
+        "triton_fp8": Impl(
+            run_fp8, fp8_refuses, needs="triton", capability=LOWEST, implies=dict(precision="fp8"),
+            words="whet's own kernels around products in FP8",
+            limits=(
+                "any precision but 'fp8'", "dtypes other than bf16", "reduction='none'", "label smoothing",
+                "a width that is no multiple of 16",
+            ),
+        ),
         "liger": Impl(
             run_liger, liger_refuses, needs="liger_kernel", no_graph="reads the number of targets back to the host",
-            limits=("dtypes other than fp32, fp16, bf16", "an empty batch", "a gradient of w or b without one of x"),
+            limits=(
+                "precision='fp8'", "dtypes other than fp32, fp16, bf16", "an empty batch",
+                "a gradient of w or b without one of x",
+            ),
         ),
     },
     dynamic=("M",),
@@ -355,5 +349,5 @@ OP = Op(
     hostile=families(("x",), ("w", "b"), limit=2.0**8, **HOSTILE),
     coarse=("output 0",),
     pieces=loss_pieces("x", added=("w", "b")),
-    kinds=KINDS,
+    kinds=KINDS | dict(precision="None | 'fp8'"),
 )

@@ -227,6 +227,8 @@ def evaluated(run: Training) -> None:
         said = f"log-likelihood {-run.val_loss:.4f} a target over {count * size} held-out tasks, of the exact GP {exact:.4f}"
     run.log.write(kind="val", step=run.step, tokens=run.tokens, **line)
     run.log.say(f"step {run.step}/{r.train.steps}  {said}")
+    if run.device == "cuda":
+        torch.cuda.reset_peak_memory_stats()  # what is logged is what training steps take
 
 
 def draw_task(run: Training) -> None:

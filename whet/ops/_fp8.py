@@ -1,0 +1,137 @@
+"""Products of 8-bit floats: tensors as E4M3 with one power-of-two scale, gradients as E5M2, and the product of two of them."""
+
+import torch
+import triton
+import triton.language as tl
+
+from whet import machine
+from whet.launch import launcher
+from whet.ops._rows import cdiv
+from whet.ops.attention.common import INTERPRETED
+
+LOWEST = (8, 9)  # the least compute capability whose tensor cores multiply them
+UNIT = 16  # every size of such a product is a multiple of it: rows are whole loads
+E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
+
+
+def refused() -> str | None:
+    """None, or why the GPU here multiplies no 8-bit floats."""
+    have = machine.this_machine().capability
+    if torch.version.hip:
+        return "FP8 products need an NVIDIA GPU"
+    return f"FP8 products need compute capability 8.9, got {have[0]}.{have[1]}" if have and have < LOWEST else None
+
+
+refused._dynamo_marked_constant = True  # type: ignore[attr-defined]  # a look at the machine cannot be traced
+
+
+def padded(size: int) -> int:
+    return cdiv(size, UNIT) * UNIT
+
+
+def rounded(x):
+    """x at E4M3's precision, in x's dtype, with one scale; the gradient passes straight through. Not so of float64.
+
+    The scale is 2 ** ceil(log2(amax / 448)), 448 = 1.75 * 2^8 being E4M3's largest value: read off the bits of amax, so
+    that no logarithm rounds. Never below 2^-126.
+    """
+    if x.dtype == torch.float64 or not x.numel():
+        return x
+    wide = x.detach().float()
+    bits = wide.abs().amax().view(torch.int32)
+    exponent = ((bits >> 23) - 135 + ((bits & 0x7FFFFF) > 0x600000).int()).clamp(min=-126)
+    scale, inverse = (((127 + e) << 23).view(torch.float32) for e in (exponent, -exponent))
+    near = ((wide * inverse).to(E4M3).float() * scale).to(x.dtype)
+    return x + (near - x).detach()  # exact: near shares x's leading bits, so the difference fits
+
+
+@triton.jit
+def _power(exponent):
+    """2^(exponent - 127), by its bits; exponent is within 1..254."""
+    return (exponent << 23).to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def _nearest(x, least: tl.constexpr, cut: tl.constexpr):
+    """fp32 with its last `cut` bits rounded off, ties to even; values under 2^(least - 127) share the steps of that one.
+
+    The interpreter's casts to 8 bits lose the carry out of the mantissa: there, round first and cast exactly.
+    """
+    bits = x.to(tl.int32, bitcast=True)
+    big = 1.5 * _power(tl.maximum((bits >> 23) & 0xFF, least) + cut)
+    return ((tl.abs(x) + big) - big) * ((bits >> 31) | 1).to(tl.float32)
+
+
+@triton.jit
+def to_e4m3(x):
+    """fp32 of at most 448 -> the nearest E4M3, ties to even."""
+    if INTERPRETED:
+        x = _nearest(x, 121, 20)
+    return x.to(tl.float8e4nv)
+
+
+@triton.jit
+def to_e5m2(x):
+    """fp32 of at most 57344 -> the nearest E5M2, ties to even."""
+    if INTERPRETED:
+        x = _nearest(x, 113, 21)
+    return x.to(tl.float8e5)
+
+
+@triton.jit
+def _quantize_kernel(
+    x_ptr, amax_ptr,  # inputs
+    y_ptr, turned_ptr, scale_ptr,  # outputs: (rows, D), (D, rows), one number
+    stride_xm, stride_xd,
+    M, D, rows,
+    BLOCK_M: tl.constexpr, BLOCK_D: tl.constexpr,
+):
+    """y = E4M3(x / s), turned = y.T;  s = 2^ceil(log2(amax / 448)), 1 where all is zero.  One program, one tile.
+
+    Fuses   the rounding, the transpose, and rows of zeros from M on.
+    Moves   x in; y and turned out, a byte an element each.
+    Rounds  once, to nearest, ties to even. x / s is exact; s stays at 2^-126 or above. An infinity becomes NaN.
+    """
+    blocks = tl.cdiv(D, BLOCK_D)
+    pid = tl.program_id(0)
+    m = (pid // blocks).to(tl.int64) * BLOCK_M + tl.arange(0, BLOCK_M)
+    d = (pid % blocks).to(tl.int64) * BLOCK_D + tl.arange(0, BLOCK_D)
+    bits = tl.load(amax_ptr).to(tl.int32, bitcast=True)
+    exponent = tl.maximum((bits >> 23) - 8 + ((bits & 0x7FFFFF) > 0x600000).to(tl.int32), 1)  # 448 is 1.75 * 2^8
+    exponent = tl.where(bits == 0, 127, exponent)
+    if pid == 0:
+        tl.store(scale_ptr, _power(exponent))
+
+    inside = (m < M)[:, None] & (d < D)[None, :]
+    x = tl.load(x_ptr + m[:, None] * stride_xm + d[None, :] * stride_xd, mask=inside, other=0.0).to(tl.float32)
+    y = to_e4m3(tl.where(tl.abs(x) == float("inf"), float("nan"), x) * _power(254 - exponent))
+    stored = (m < rows)[:, None] & (d < D)[None, :]
+    tl.store(y_ptr + m[:, None] * D + d[None, :], y, mask=stored)
+    tl.store(turned_ptr + d[:, None] * rows + m[None, :], tl.trans(y), mask=tl.trans(stored))
+
+
+def quantized(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """(y, y.T, scale) of x (M, D) in E4M3, with rows of zeros up to a multiple of UNIT. M is at least 1."""
+    (M, D), rows = x.shape, padded(x.shape[0])
+    amax = torch.linalg.vector_norm(x, float("inf"), dtype=torch.float32)
+    y, turned = (torch.empty(shape, dtype=E4M3, device=x.device) for shape in ((rows, D), (D, rows)))
+    scale = torch.empty((), dtype=torch.float32, device=x.device)
+    launcher(_quantize_kernel)[(cdiv(rows, 64) * cdiv(D, 64),)](
+        x, amax, y, turned, scale, *x.stride(), M, D, rows, BLOCK_M=64, BLOCK_D=64, num_warps=4,
+    )
+    return y, turned, scale
+
+
+def product(a, b, scale_a, scale_b, dtype: torch.dtype, bias=None, fast: bool = False, out=None) -> torch.Tensor:
+    """a @ b.T * scale_a * scale_b + bias for a (M, K) and b (N, K); K and N are multiples of UNIT.
+
+    fast   adds inside the tensor cores alone, in 14 bits of a sum: for a short K
+    """
+    if a.is_cuda:
+        how = dict(bias=bias, out_dtype=dtype, use_fast_accum=fast)
+        if out is None:
+            return torch._scaled_mm(a, b.t(), scale_a, scale_b, **how)
+        return torch._scaled_mm(a, b.t(), scale_a, scale_b, **how, out=out)
+    made = (a.float() @ b.float().t()) * (scale_a * scale_b)
+    made = (made if bias is None else made + bias.float()).to(dtype)
+    return made if out is None else out.copy_(made)

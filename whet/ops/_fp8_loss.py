@@ -1,0 +1,162 @@
+"""linear_cross_entropy in FP8: its three products on the FP8 tensor cores, and the kernel that prepares two of them."""
+
+import torch
+import triton
+import triton.language as tl
+
+from whet.launch import launcher
+from whet.op import autocast_of
+from whet.ops import _cross_entropy as kernels
+from whet.ops._cross_entropy import _gradient, _narrow
+from whet.ops._fp8 import E4M3, E5M2, UNIT, padded, product, quantized, to_e5m2
+from whet.ops._loss_chunks import MANY_BYTES, chunks, scaled, sum_dtype
+from whet.ops._rows import cdiv, unit_rows
+from whet.torch_ops import Fused
+
+NO_FP8 = "computes in the inputs' precision; precision='fp8' is served by triton_fp8, eager and compile"
+STEEP = tl.constexpr(32768.0)  # the gradient of a logit, within -1..1, is held as 2^15 times that: E5M2 ends at 57344
+TOGETHER = 2  # chunks whose products with dlogits.T are one: its sums go to memory that much less often
+
+
+@triton.jit
+def _fp8_dlogits_kernel(
+    z_ptr, target_ptr, stats_ptr,  # inputs
+    dz_ptr, turned_ptr,  # outputs: (M, P), (P, columns)
+    stride_zm, stride_stats, stride_turned,
+    M, V, P, columns, ignore_index, softcap,
+    BLOCK_M: tl.constexpr, BLOCK_V: tl.constexpr, HAS_SOFTCAP: tl.constexpr,
+):
+    """dz = E5M2(2^15 (softmax(z) - onehot(target))), zero where ignored, and its transpose.  One program, one tile.
+
+    Fuses   softmax, the one-hot, the softcap's slope, the rounding and the transpose; zeros up to P and to `columns` rows.
+    Moves   z in; dz out, a byte an element, twice.
+    Rounds  once, to nearest, ties to even. 2^-32 and less of a row's probability is nothing.
+    """
+    softcap = _narrow(softcap)
+    pid = tl.program_id(0)
+    blocks = tl.cdiv(P, BLOCK_V)
+    m = (pid // blocks).to(tl.int64) * BLOCK_M + tl.arange(0, BLOCK_M)
+    v = (pid % blocks).to(tl.int64) * BLOCK_V + tl.arange(0, BLOCK_V)
+    target = tl.load(target_ptr + m, mask=m < M, other=ignore_index).to(tl.int64)
+    counts = (target != ignore_index) & (m < M)
+    top = tl.load(stats_ptr + m, mask=m < M, other=0.0)
+    log_mass = tl.load(stats_ptr + stride_stats + m, mask=m < M, other=0.0)
+
+    in_row = (v < P)[None, :]  # a mask of whole loads; V may be odd
+    z = tl.load(z_ptr + m[:, None] * stride_zm + v[None, :], mask=counts[:, None] & in_row, other=0.0).to(tl.float32)
+    d = _gradient(z, v[None, :], target[:, None], top[:, None], log_mass[:, None], V, 0.0, softcap, HAS_SOFTCAP)
+    dz = to_e5m2(tl.where(counts[:, None] & (v < V)[None, :], d * STEEP, 0.0))
+    tl.store(dz_ptr + m[:, None] * P + v[None, :], dz, mask=(m < M)[:, None] & in_row)
+    stored = (v < P)[:, None] & (m < columns)[None, :]
+    tl.store(turned_ptr + v[:, None] * stride_turned + m[None, :], tl.trans(dz), mask=stored)
+
+
+def dlogits(z, V, target, stats, ignore_index, softcap, dz, turned):
+    """Fill dz (M, P) and turned (P, M or more) from z (M, P) and its stats."""
+    (M, P), columns = z.shape, turned.shape[1]
+    launcher(_fp8_dlogits_kernel)[(cdiv(columns, 128) * cdiv(P, 128),)](
+        z, target, stats, dz, turned, z.stride(0), stats.stride(0), turned.stride(0), M, V, P, columns, ignore_index,
+        softcap, BLOCK_M=128, BLOCK_V=128, HAS_SOFTCAP=softcap > 0, num_warps=8,
+    )
+
+
+def losses_and_gradients(x, w, b, target, cuts, ignore_index, softcap, dx, dw, db):
+    """The loss of each row of x (M, D); dx (M, D), dw (P, D), db (P,) take their unscaled gradients where they have elements.
+
+    cuts   slices of the rows that follow each other: the logits of one are in memory at a time; all but the last are
+           multiples of UNIT
+    """
+    M, V, P = x.shape[0], w.shape[0], padded(w.shape[0])
+    loss, stats = (torch.empty(shape, dtype=torch.float32, device=x.device) for shape in (M, (2, M)))
+    (xq, x_turned, x_scale), (wq, w_turned, w_scale) = quantized(x), quantized(w)
+    bias = torch.nn.functional.pad(b, (0, P - V)) if b.numel() else None
+    one, ones = torch.ones((), device=x.device), torch.ones(UNIT, padded(M) if db.numel() else 0, device=x.device).to(E4M3)
+    logits, slope = x.new_empty(cuts[0].stop, P), torch.full((), 1 / STEEP.value, dtype=torch.float32, device=x.device)
+    wanted = bool(dx.numel() or dw.numel() or db.numel())
+    grads = torch.empty((cuts[0].stop, P) if wanted else 0, dtype=E5M2, device=x.device)
+    for i in range(0, len(cuts), TOGETHER):
+        group = cuts[i : i + TOGETHER]
+        start, end = group[0].start, padded(group[-1].stop)
+        turned = torch.empty((P, end - start) if wanted else 0, dtype=E5M2, device=x.device)
+        for cut in group:
+            z = product(xq[cut], wq, x_scale, w_scale, x.dtype, bias, fast=True, out=logits[: cut.stop - cut.start])
+            kernels.losses(z, V, target[cut], ignore_index, 0.0, softcap, loss[cut], stats[:, cut])
+            if wanted:
+                dz, here = grads[: len(z)], turned[:, cut.start - start : padded(cut.stop) - start]
+                dlogits(z, V, target[cut], stats[:, cut], ignore_index, softcap, dz, here)
+            if dx.numel():
+                product(dz, w_turned, slope, w_scale, x.dtype, out=dx[cut])
+        if dw.numel():
+            operands = turned, x_turned[:, start:end], slope, x_scale, dw.dtype
+            dw.add_(product(*operands)) if i else product(*operands, out=dw)
+        if db.numel():
+            db += product(turned, ones[:, start:end], slope, one, torch.float32)[:, 0]
+    return loss
+
+
+def fp8_forward(x, w, target, ignore_index, reduction, softcap, num_items, b, need_dx, need_dw, need_db):
+    """As forward; w may be wider than x, and its gradient is summed as it is for a w of x's dtype."""
+    (M, D), P = (flat := unit_rows(x)).shape, padded(w.shape[0])
+    target = target.reshape(-1).contiguous()
+    dx = torch.empty(x.shape if need_dx else 0, dtype=x.dtype, device=x.device)
+    dw = torch.empty((P, D) if need_dw else 0, dtype=sum_dtype(w), device=x.device)
+    db = torch.zeros(P if need_db else 0, dtype=torch.float32, device=x.device)
+    row_bytes = min(P * x.element_size(), MANY_BYTES // 128)  # chunks of whole tiles
+    cuts = chunks(M, row_bytes, P * D * x.element_size())
+    if M:
+        each = losses_and_gradients(flat, w, b, target, cuts, ignore_index, softcap, dx.view(-1, D), dw, db)
+    else:
+        each = torch.empty(0, dtype=torch.float32, device=x.device)
+        dw.zero_()
+    loss, scale = kernels.reduced(each, target, ignore_index, reduction == "mean", num_items)
+    return loss, dx, dw[: w.shape[0]], db[: w.shape[0]], scale
+
+
+def _fp8_fake(x, w, target, ignore_index, reduction, softcap, num_items, b, need_dx, need_dw, need_db):
+    scalar = x.new_empty((), dtype=torch.float32)
+    dw = w.new_empty(w.shape if need_dw else 0, dtype=sum_dtype(w))
+    db = b.new_empty(b.shape if need_db else 0, dtype=torch.float32)
+    return scalar, x.new_empty(x.shape if need_dx else 0), dw, db, torch.empty_like(scalar)
+
+
+def fp8_backward(dloss, dx, dw, db, scale, w):
+    return scaled(dx, dloss, scale, dx.dtype), scaled(dw, dloss, scale, w.dtype), scaled(db, dloss, scale, dx.dtype)
+
+
+IN_FP8 = Fused(
+    "linear_cross_entropy_fp8",
+    "(Tensor x, Tensor w, Tensor target, int ignore_index, str reduction, float softcap, Tensor? num_items,"
+    " Tensor b, bool need_dx, bool need_dw, bool need_db) -> (Tensor, Tensor, Tensor, Tensor, Tensor)", fp8_forward, _fp8_fake,
+    "(Tensor dloss, Tensor dx, Tensor dw, Tensor db, Tensor scale, Tensor w) -> (Tensor, Tensor, Tensor)", fp8_backward,
+    lambda dloss, dx, dw, db, scale, w: (dx.new_empty(dx.shape), w.new_empty(dw.shape), dx.new_empty(db.shape)),
+    save=lambda args, results: ((*results[1:], args[1]), ()),
+    grads_to=(0, 1) + (None,) * 5 + (2,) + (None,) * 3,
+    label="linear_cross_entropy[triton_fp8]",
+)
+
+
+def fp8_refuses(x, w, target, reduction="mean", label_smoothing=0.0, precision=None, **options):
+    if precision != "fp8":
+        return "changes the precision, which is done only where asked for: precision='fp8'"
+    if (dtype := autocast_of(x) or x.dtype) != torch.bfloat16:
+        return f"x must be bfloat16, got {dtype}"
+    if reduction == "none":
+        return "reduction must be 'mean' or 'sum', got 'none'"
+    if label_smoothing:
+        return f"label_smoothing must be 0, since E5M2 holds the gradient of all targets too small alike, got {label_smoothing}"
+    if x.shape[-1] % UNIT:
+        return f"x.shape[-1] must be a multiple of {UNIT}, got {x.shape[-1]}"
+    return None
+
+
+def run_fp8(
+    x, w, target, ignore_index=-100, reduction="mean", label_smoothing=0.0, softcap=None, num_items=None, b=None,
+    precision=None,
+):
+    b = x.new_empty(0) if b is None else b
+    if dtype := autocast_of(x):
+        x, b = x.to(dtype), b.to(dtype)  # w as it is: it is read once, and rounded further
+    grad = torch.is_grad_enabled()
+    options = float(softcap or 0.0), kernels.as_tensor(num_items, x.device)
+    need = (grad and t.requires_grad for t in (x, w, b))
+    return IN_FP8(x, w, target, ignore_index, reduction, *options, b, *need)
