@@ -21,42 +21,46 @@ TOGETHER = 2  # chunks whose products with dlogits.T are one: its sums go to mem
 @triton.jit
 def _fp8_dlogits_kernel(
     z_ptr, target_ptr, stats_ptr,  # inputs
-    dz_ptr, turned_ptr,  # outputs: (M, P), (P, columns)
+    dz_ptr, turned_ptr,  # outputs: (M, P); (P, fours) int32, in each of which are four rows' bytes
     stride_zm, stride_stats, stride_turned,
-    M, V, P, columns, ignore_index, softcap,
+    M, V, P, fours, ignore_index, softcap,
     BLOCK_M: tl.constexpr, BLOCK_V: tl.constexpr, HAS_SOFTCAP: tl.constexpr,
 ):
-    """dz = E5M2(2^15 (softmax(z) - onehot(target))), zero where ignored, and its transpose.  One program, one tile.
+    """dz = E5M2(2^15 (softmax(z) - onehot(target))), zero where ignored, and its transpose.  A program, 4 BLOCK_M rows.
 
-    Fuses   softmax, the one-hot, the softcap's slope, the rounding and the transpose; zeros up to P and to `columns` rows.
-    Moves   z in; dz out, a byte an element, twice.
+    Fuses   softmax, the one-hot, the softcap's slope, the rounding and the transpose; zeros up to P and to 4 * fours rows.
+    Moves   z in; dz out, a byte an element, twice. Four rows are turned as one word: shared memory is slow at single bytes.
     Rounds  once, to nearest, ties to even. 2^-32 and less of a row's probability is nothing.
     """
     softcap = _narrow(softcap)
     pid = tl.program_id(0)
     blocks = tl.cdiv(P, BLOCK_V)
-    m = (pid // blocks).to(tl.int64) * BLOCK_M + tl.arange(0, BLOCK_M)
+    four = (pid // blocks).to(tl.int64) * BLOCK_M + tl.arange(0, BLOCK_M)
     v = (pid % blocks).to(tl.int64) * BLOCK_V + tl.arange(0, BLOCK_V)
-    target = tl.load(target_ptr + m, mask=m < M, other=ignore_index).to(tl.int64)
-    counts = (target != ignore_index) & (m < M)
-    top = tl.load(stats_ptr + m, mask=m < M, other=0.0)
-    log_mass = tl.load(stats_ptr + stride_stats + m, mask=m < M, other=0.0)
-
     in_row = (v < P)[None, :]  # a mask of whole loads; V may be odd
-    z = tl.load(z_ptr + m[:, None] * stride_zm + v[None, :], mask=counts[:, None] & in_row, other=0.0).to(tl.float32)
-    d = _gradient(z, v[None, :], target[:, None], top[:, None], log_mass[:, None], V, 0.0, softcap, HAS_SOFTCAP)
-    dz = to_e5m2(tl.where(counts[:, None] & (v < V)[None, :], d * STEEP, 0.0))
-    tl.store(dz_ptr + m[:, None] * P + v[None, :], dz, mask=(m < M)[:, None] & in_row)
-    stored = (v < P)[:, None] & (m < columns)[None, :]
-    tl.store(turned_ptr + v[:, None] * stride_turned + m[None, :], tl.trans(dz), mask=stored)
+    words = tl.zeros((BLOCK_M, BLOCK_V), dtype=tl.int32)
+    for r in tl.static_range(4):
+        m = 4 * four + r
+        target = tl.load(target_ptr + m, mask=m < M, other=ignore_index).to(tl.int64)
+        counts = (target != ignore_index) & (m < M)
+        top = tl.load(stats_ptr + m, mask=m < M, other=0.0)
+        log_mass = tl.load(stats_ptr + stride_stats + m, mask=m < M, other=0.0)
+        z = tl.load(z_ptr + m[:, None] * stride_zm + v[None, :], mask=counts[:, None] & in_row, other=0.0).to(tl.float32)
+        d = _gradient(z, v[None, :], target[:, None], top[:, None], log_mass[:, None], V, 0.0, softcap, HAS_SOFTCAP)
+        dz = to_e5m2(tl.where(counts[:, None] & (v < V)[None, :], d * STEEP, 0.0))
+        tl.store(dz_ptr + m[:, None] * P + v[None, :], dz, mask=(m < M)[:, None] & in_row)
+        words |= (dz.to(tl.uint8, bitcast=True).to(tl.int32)) << (8 * r)
+    stored = (v < P)[:, None] & (four < fours)[None, :]
+    tl.store(turned_ptr + v[:, None] * stride_turned + four[None, :], tl.trans(words), mask=stored)
 
 
 def dlogits(z, V, target, stats, ignore_index, softcap, dz, turned):
-    """Fill dz (M, P) and turned (P, M or more) from z (M, P) and its stats."""
-    (M, P), columns = z.shape, turned.shape[1]
-    launcher(_fp8_dlogits_kernel)[(cdiv(columns, 128) * cdiv(P, 128),)](
-        z, target, stats, dz, turned, z.stride(0), stats.stride(0), turned.stride(0), M, V, P, columns, ignore_index,
-        softcap, BLOCK_M=128, BLOCK_V=128, HAS_SOFTCAP=softcap > 0, num_warps=8,
+    """Fill dz (M, P), and turned (P, a multiple of four and at least M) with its transpose, from z (M, P) and its stats."""
+    (M, P), words = z.shape, turned.view(torch.int32)
+    fours = words.shape[1]
+    launcher(_fp8_dlogits_kernel)[(cdiv(fours, 32) * cdiv(P, 128),)](
+        z, target, stats, dz, words, z.stride(0), stats.stride(0), words.stride(0), M, V, P, fours, ignore_index,
+        softcap, BLOCK_M=32, BLOCK_V=128, HAS_SOFTCAP=softcap > 0, num_warps=8,
     )
 
 
