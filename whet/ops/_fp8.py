@@ -105,9 +105,8 @@ def _quantize_kernel(
     inside = (m < M)[:, None] & (d < D)[None, :]
     x = tl.load(x_ptr + m[:, None] * stride_xm + d[None, :] * stride_xd, mask=inside, other=0.0).to(tl.float32)
     y = to_e4m3(tl.where(tl.abs(x) == float("inf"), float("nan"), x) * _power(254 - exponent))
-    stored = (m < rows)[:, None] & (d < D)[None, :]
-    tl.store(y_ptr + m[:, None] * D + d[None, :], y, mask=stored)
-    tl.store(turned_ptr + d[:, None] * rows + m[None, :], tl.trans(y), mask=tl.trans(stored))
+    tl.store(y_ptr + m[:, None] * D + d[None, :], y, mask=(m < rows)[:, None] & (d < D)[None, :])
+    tl.store(turned_ptr + d[:, None] * rows + m[None, :], tl.trans(y), mask=(d < D)[:, None] & (m < rows)[None, :])
 
 
 def quantized(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:

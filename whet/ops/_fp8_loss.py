@@ -58,9 +58,9 @@ def dlogits(z, V, target, stats, ignore_index, softcap, dz, turned):
     """Fill dz (M, P), and turned (P, a multiple of four and at least M) with its transpose, from z (M, P) and its stats."""
     (M, P), words = z.shape, turned.view(torch.int32)
     fours = words.shape[1]
-    launcher(_fp8_dlogits_kernel)[(cdiv(fours, 32) * cdiv(P, 128),)](
+    launcher(_fp8_dlogits_kernel)[(cdiv(fours, 16) * cdiv(P, 128),)](
         z, target, stats, dz, words, z.stride(0), stats.stride(0), words.stride(0), M, V, P, fours, ignore_index,
-        softcap, BLOCK_M=32, BLOCK_V=128, HAS_SOFTCAP=softcap > 0, num_warps=8,
+        softcap, BLOCK_M=16, BLOCK_V=128, HAS_SOFTCAP=softcap > 0, num_warps=4,
     )
 
 
