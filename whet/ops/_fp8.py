@@ -7,7 +7,6 @@ import triton.language as tl
 from whet import machine
 from whet.launch import launcher
 from whet.ops._rows import cdiv
-from whet.ops.attention.common import INTERPRETED
 
 LOWEST = (8, 9)  # the least compute capability whose tensor cores multiply them
 UNIT = 16  # every size of such a product is a multiple of it: rows are whole loads
@@ -52,61 +51,62 @@ def _power(exponent):
 
 
 @triton.jit
-def _nearest(x, least: tl.constexpr, cut: tl.constexpr):
-    """fp32 with its last `cut` bits rounded off, ties to even; values under 2^(least - 127) share the steps of that one.
+def e4m3_bits(x):
+    """The bits of the E4M3 nearest to x, ties to even, as an int32; |x| is at most 448, and what is not finite becomes NaN.
 
-    The interpreter's casts to 8 bits lose the carry out of the mantissa: there, round first and cast exactly.
+    2^-8 x in float16 has the exponent, the subnormals and the first bits of the mantissa that x has in E4M3. By bits because of
+    the GPU's own pairwise casts ptxas of CUDA 12.8 stores some bytes in the wrong places, where a tile is turned.
     """
     bits = x.to(tl.int32, bitcast=True)
-    big = 1.5 * _power(tl.maximum((bits >> 23) & 0xFF, least) + cut)
-    return ((tl.abs(x) + big) - big) * ((bits >> 31) | 1).to(tl.float32)
+    big = 1.5 * _power(tl.maximum((bits >> 23) & 0xFF, 121) + 20)  # from 2^-6 down, steps are 2^-9
+    near = (tl.abs(x) + big) - big
+    h = (near * 0.00390625).to(tl.float16).to(tl.int16, bitcast=True).to(tl.int32)
+    return tl.where(near < 1024.0, (h >> 7) & 0x7F, 0x7F) | ((bits >> 24) & 0x80)
 
 
 @triton.jit
-def to_e4m3(x):
-    """fp32 of at most 448 -> the nearest E4M3, ties to even."""
-    if INTERPRETED:
-        x = _nearest(x, 121, 20)
-    return x.to(tl.float8e4nv)
+def e5m2_bits(x):
+    """The bits of the E5M2 nearest to x, as an int32: of float16 the first byte. |x| is at most 57344. By bits as e4m3_bits.
 
-
-@triton.jit
-def to_e5m2(x):
-    """fp32 of at most 57344 -> the nearest E5M2, ties to even."""
-    if INTERPRETED:
-        x = _nearest(x, 113, 21)
-    return x.to(tl.float8e5)
+    Rounds to float16 first: what lies within 2^-11 of halfway between two may go to the even one instead of the nearer one.
+    """
+    h = x.to(tl.float16).to(tl.int16, bitcast=True).to(tl.int32) & 0xFFFF
+    return (h + 0x7F + ((h >> 8) & 1)) >> 8
 
 
 @triton.jit
 def _quantize_kernel(
     x_ptr, amax_ptr,  # inputs
-    y_ptr, turned_ptr, scale_ptr,  # outputs: (rows, D), (D, rows), one number
+    y_ptr, turned_ptr, scale_ptr,  # outputs: (rows, D) bytes, (D, rows / 4) int32 of four rows' bytes each, one number
     stride_xm, stride_xd,
     M, D, rows,
     BLOCK_M: tl.constexpr, BLOCK_D: tl.constexpr,
 ):
-    """y = E4M3(x / s), turned = y.T;  s = 2^ceil(log2(amax / 448)), 1 where all is zero.  One program, one tile.
+    """y = E4M3(x / s), turned = y.T;  s = 2^ceil(log2(amax / 448)), 1 where all is zero.  One program, 4 BLOCK_M rows.
 
     Fuses   the rounding, the transpose, and rows of zeros from M on.
-    Moves   x in; y and turned out, a byte an element each.
+    Moves   x in; y and turned out, a byte an element each. Four rows are turned as one word.
     Rounds  once, to nearest, ties to even. x / s is exact; s stays at 2^-126 or above. An infinity becomes NaN.
     """
     blocks = tl.cdiv(D, BLOCK_D)
     pid = tl.program_id(0)
-    m = (pid // blocks).to(tl.int64) * BLOCK_M + tl.arange(0, BLOCK_M)
+    four = (pid // blocks).to(tl.int64) * BLOCK_M + tl.arange(0, BLOCK_M)
     d = (pid % blocks).to(tl.int64) * BLOCK_D + tl.arange(0, BLOCK_D)
     bits = tl.load(amax_ptr).to(tl.int32, bitcast=True)
     exponent = tl.maximum((bits >> 23) - 8 + ((bits & 0x7FFFFF) > 0x600000).to(tl.int32), 1)  # 448 is 1.75 * 2^8
     exponent = tl.where(bits == 0, 127, exponent)
     if pid == 0:
         tl.store(scale_ptr, _power(exponent))
-
-    inside = (m < M)[:, None] & (d < D)[None, :]
-    x = tl.load(x_ptr + m[:, None] * stride_xm + d[None, :] * stride_xd, mask=inside, other=0.0).to(tl.float32)
-    y = to_e4m3(tl.where(tl.abs(x) == float("inf"), float("nan"), x) * _power(254 - exponent))
-    tl.store(y_ptr + m[:, None] * D + d[None, :], y, mask=(m < rows)[:, None] & (d < D)[None, :])
-    tl.store(turned_ptr + d[:, None] * rows + m[None, :], tl.trans(y), mask=(d < D)[:, None] & (m < rows)[None, :])
+    inverse, in_row = _power(254 - exponent), (d < D)[None, :]
+    words = tl.zeros((BLOCK_M, BLOCK_D), dtype=tl.int32)
+    for r in tl.static_range(4):
+        m = 4 * four + r
+        x = tl.load(x_ptr + m[:, None] * stride_xm + d[None, :] * stride_xd, mask=(m < M)[:, None] & in_row, other=0.0)
+        y = e4m3_bits(x.to(tl.float32) * inverse)
+        tl.store(y_ptr + m[:, None] * D + d[None, :], y.to(tl.uint8), mask=(m < rows)[:, None] & in_row)
+        words |= y << (8 * r)
+    stored = (d < D)[:, None] & (four < rows // 4)[None, :]
+    tl.store(turned_ptr + d[:, None] * (rows // 4) + four[None, :], tl.trans(words), mask=stored)
 
 
 def quantized(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
@@ -115,8 +115,9 @@ def quantized(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor
     amax = torch.linalg.vector_norm(x, float("inf"), dtype=torch.float32)
     y, turned = (torch.empty(shape, dtype=E4M3, device=x.device) for shape in ((rows, D), (D, rows)))
     scale = torch.empty((), dtype=torch.float32, device=x.device)
-    launcher(_quantize_kernel)[(cdiv(rows, 64) * cdiv(D, 64),)](
-        x, amax, y, turned, scale, *x.stride(), M, D, rows, BLOCK_M=64, BLOCK_D=64, num_warps=4,
+    launcher(_quantize_kernel)[(cdiv(rows, 64) * cdiv(D, 128),)](
+        x, amax, y.view(torch.uint8), turned.view(torch.int32), scale, *x.stride(), M, D, rows,
+        BLOCK_M=16, BLOCK_D=128, num_warps=4,
     )
     return y, turned, scale
 

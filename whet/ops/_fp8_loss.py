@@ -8,7 +8,7 @@ from whet.launch import launcher
 from whet.op import autocast_of
 from whet.ops import _cross_entropy as kernels
 from whet.ops._cross_entropy import _gradient, _narrow
-from whet.ops._fp8 import E4M3, E5M2, UNIT, padded, product, quantized, to_e5m2
+from whet.ops._fp8 import E4M3, E5M2, UNIT, e5m2_bits, padded, product, quantized
 from whet.ops._loss_chunks import MANY_BYTES, chunks, scaled, sum_dtype
 from whet.ops._rows import cdiv, unit_rows
 from whet.torch_ops import Fused
@@ -21,7 +21,7 @@ TOGETHER = 2  # chunks whose products with dlogits.T are one: its sums go to mem
 @triton.jit
 def _fp8_dlogits_kernel(
     z_ptr, target_ptr, stats_ptr,  # inputs
-    dz_ptr, turned_ptr,  # outputs: (M, P); (P, fours) int32, in each of which are four rows' bytes
+    dz_ptr, turned_ptr,  # outputs: (M, P) bytes; (P, fours) int32 of four rows' bytes each
     stride_zm, stride_stats, stride_turned,
     M, V, P, fours, ignore_index, softcap,
     BLOCK_M: tl.constexpr, BLOCK_V: tl.constexpr, HAS_SOFTCAP: tl.constexpr,
@@ -30,7 +30,7 @@ def _fp8_dlogits_kernel(
 
     Fuses   softmax, the one-hot, the softcap's slope, the rounding and the transpose; zeros up to P and to 4 * fours rows.
     Moves   z in; dz out, a byte an element, twice. Four rows are turned as one word: shared memory is slow at single bytes.
-    Rounds  once, to nearest, ties to even. 2^-32 and less of a row's probability is nothing.
+    Rounds  to E5M2 once, by e5m2_bits. 2^-32 and less of a row's probability is nothing.
     """
     softcap = _narrow(softcap)
     pid = tl.program_id(0)
@@ -47,9 +47,9 @@ def _fp8_dlogits_kernel(
         log_mass = tl.load(stats_ptr + stride_stats + m, mask=m < M, other=0.0)
         z = tl.load(z_ptr + m[:, None] * stride_zm + v[None, :], mask=counts[:, None] & in_row, other=0.0).to(tl.float32)
         d = _gradient(z, v[None, :], target[:, None], top[:, None], log_mass[:, None], V, 0.0, softcap, HAS_SOFTCAP)
-        dz = to_e5m2(tl.where(counts[:, None] & (v < V)[None, :], d * STEEP, 0.0))
-        tl.store(dz_ptr + m[:, None] * P + v[None, :], dz, mask=(m < M)[:, None] & in_row)
-        words |= (dz.to(tl.uint8, bitcast=True).to(tl.int32)) << (8 * r)
+        dz = e5m2_bits(tl.where(counts[:, None] & (v < V)[None, :], d * STEEP, 0.0))
+        tl.store(dz_ptr + m[:, None] * P + v[None, :], dz.to(tl.uint8), mask=(m < M)[:, None] & in_row)
+        words |= dz << (8 * r)
     stored = (v < P)[:, None] & (four < fours)[None, :]
     tl.store(turned_ptr + v[:, None] * stride_turned + four[None, :], tl.trans(words), mask=stored)
 
@@ -57,10 +57,10 @@ def _fp8_dlogits_kernel(
 def dlogits(z, V, target, stats, ignore_index, softcap, dz, turned):
     """Fill dz (M, P), and turned (P, a multiple of four and at least M) with its transpose, from z (M, P) and its stats."""
     (M, P), words = z.shape, turned.view(torch.int32)
-    fours = words.shape[1]
+    fours, strides = words.shape[1], (z.stride(0), stats.stride(0), words.stride(0))
     launcher(_fp8_dlogits_kernel)[(cdiv(fours, 16) * cdiv(P, 128),)](
-        z, target, stats, dz, words, z.stride(0), stats.stride(0), words.stride(0), M, V, P, fours, ignore_index,
-        softcap, BLOCK_M=16, BLOCK_V=128, HAS_SOFTCAP=softcap > 0, num_warps=4,
+        z, target, stats, dz.view(torch.uint8), words, *strides, M, V, P, fours, ignore_index, softcap,
+        BLOCK_M=16, BLOCK_V=128, HAS_SOFTCAP=softcap > 0, num_warps=4,
     )
 
 
@@ -99,7 +99,7 @@ def losses_and_gradients(x, w, b, target, cuts, ignore_index, softcap, dx, dw, d
 
 
 def fp8_forward(x, w, target, ignore_index, reduction, softcap, num_items, b, need_dx, need_dw, need_db):
-    """As forward; w may be wider than x, and its gradient is summed as it is for a w of x's dtype."""
+    """The loss, and its gradients unscaled: every row has the same upstream gradient."""
     (M, D), P = (flat := unit_rows(x)).shape, padded(w.shape[0])
     target = target.reshape(-1).contiguous()
     dx = torch.empty(x.shape if need_dx else 0, dtype=x.dtype, device=x.device)
@@ -123,17 +123,17 @@ def _fp8_fake(x, w, target, ignore_index, reduction, softcap, num_items, b, need
     return scalar, x.new_empty(x.shape if need_dx else 0), dw, db, torch.empty_like(scalar)
 
 
-def fp8_backward(dloss, dx, dw, db, scale, w):
-    return scaled(dx, dloss, scale, dx.dtype), scaled(dw, dloss, scale, w.dtype), scaled(db, dloss, scale, dx.dtype)
+def fp8_backward(dloss, dx, dw, db, scale):
+    return tuple(scaled(grad, dloss, scale, dx.dtype) for grad in (dx, dw, db))
 
 
 IN_FP8 = Fused(
     "linear_cross_entropy_fp8",
     "(Tensor x, Tensor w, Tensor target, int ignore_index, str reduction, float softcap, Tensor? num_items,"
     " Tensor b, bool need_dx, bool need_dw, bool need_db) -> (Tensor, Tensor, Tensor, Tensor, Tensor)", fp8_forward, _fp8_fake,
-    "(Tensor dloss, Tensor dx, Tensor dw, Tensor db, Tensor scale, Tensor w) -> (Tensor, Tensor, Tensor)", fp8_backward,
-    lambda dloss, dx, dw, db, scale, w: (dx.new_empty(dx.shape), w.new_empty(dw.shape), dx.new_empty(db.shape)),
-    save=lambda args, results: ((*results[1:], args[1]), ()),
+    "(Tensor dloss, Tensor dx, Tensor dw, Tensor db, Tensor scale) -> (Tensor, Tensor, Tensor)", fp8_backward,
+    lambda dloss, dx, dw, db, scale: tuple(dx.new_empty(grad.shape) for grad in (dx, dw, db)),
+    save=lambda args, results: (results[1:], ()),
     grads_to=(0, 1) + (None,) * 5 + (2,) + (None,) * 3,
     label="linear_cross_entropy[triton_fp8]",
 )
@@ -159,7 +159,7 @@ def run_fp8(
 ):
     b = x.new_empty(0) if b is None else b
     if dtype := autocast_of(x):
-        x, b = x.to(dtype), b.to(dtype)  # w as it is: it is read once, and rounded further
+        x, w, b = x.to(dtype), w.to(dtype), b.to(dtype)
     grad = torch.is_grad_enabled()
     options = float(softcap or 0.0), kernels.as_tensor(num_items, x.device)
     need = (grad and t.requires_grad for t in (x, w, b))
