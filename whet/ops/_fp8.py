@@ -24,6 +24,11 @@ def refused() -> str | None:
 refused._dynamo_marked_constant = True  # type: ignore[attr-defined]  # a look at the machine cannot be traced
 
 
+def casts_in_ptx() -> bool:
+    """Whether kernels may cast by PTX: on NVIDIA GPUs, of which each has a compute capability."""
+    return machine.this_machine().capability is not None and machine.triton_mode() != "interpret"
+
+
 def padded(size: int) -> int:
     return cdiv(size, UNIT) * UNIT
 
@@ -54,8 +59,8 @@ def _power(exponent):
 def e4m3_bits(x):
     """The bits of the E4M3 nearest to x, ties to even, as an int32; |x| is at most 448, and what is not finite becomes NaN.
 
-    2^-8 x in float16 has the exponent, the subnormals and the first bits of the mantissa that x has in E4M3. By bits because of
-    the GPU's own pairwise casts ptxas of CUDA 12.8 stores some bytes in the wrong places, where a tile is turned.
+    2^-8 x in float16 has the exponent, the subnormals and the first bits of the mantissa that x has in E4M3. By bits, since of
+    Triton's own casts, of two numbers each, some bytes arrive in the wrong places on an H200 where the tile is then turned.
     """
     bits = x.to(tl.int32, bitcast=True)
     big = 1.5 * _power(tl.maximum((bits >> 23) & 0xFF, 121) + 20)  # from 2^-6 down, steps are 2^-9
@@ -65,13 +70,38 @@ def e4m3_bits(x):
 
 
 @triton.jit
-def e5m2_bits(x):
-    """The bits of the E5M2 nearest to x, as an int32: of float16 the first byte. |x| is at most 57344. By bits as e4m3_bits.
+def _e5m2_bits(x):
+    """The bits of the E5M2 nearest to x, as an int32: of float16 the first byte.
 
     Rounds to float16 first: what lies within 2^-11 of halfway between two may go to the even one instead of the nearer one.
     """
     h = x.to(tl.float16).to(tl.int16, bitcast=True).to(tl.int32) & 0xFFFF
     return (h + 0x7F + ((h >> 8) & 1)) >> 8
+
+
+# Two casts of the GPU, each of two numbers, and their bytes in one register.
+_CAST = tl.constexpr(
+    "{ .reg .b16 low, high; cvt.rn.satfinite.e5m2x2.f32 low, $2, $1; cvt.rn.satfinite.e5m2x2.f32 high, $4, $3;"
+    " mov.b32 $0, {low, high}; }"
+)
+
+
+@triton.jit
+def e5m2_bytes(x, IN_PTX: tl.constexpr):
+    """The E5M2 nearest to x, of at most 57344, as uint8."""
+    if IN_PTX:
+        return tl.inline_asm_elementwise(_CAST, "=r,f,f,f,f", [x], dtype=tl.uint8, is_pure=True, pack=4)
+    else:
+        return _e5m2_bits(x).to(tl.uint8)
+
+
+@triton.jit
+def e5m2_word(a, b, c, d, IN_PTX: tl.constexpr):
+    """Four such bytes as an int32, that of a the lowest."""
+    if IN_PTX:
+        return tl.inline_asm_elementwise(_CAST, "=r,f,f,f,f", [a, b, c, d], dtype=tl.int32, is_pure=True, pack=1)
+    else:
+        return _e5m2_bits(a) | (_e5m2_bits(b) << 8) | (_e5m2_bits(c) << 16) | (_e5m2_bits(d) << 24)
 
 
 @triton.jit

@@ -8,14 +8,36 @@ from whet.launch import launcher
 from whet.op import autocast_of
 from whet.ops import _cross_entropy as kernels
 from whet.ops._cross_entropy import _gradient, _narrow
-from whet.ops._fp8 import E4M3, E5M2, UNIT, e5m2_bits, padded, product, quantized
+from whet.ops._fp8 import E4M3, E5M2, UNIT, casts_in_ptx, e5m2_bytes, e5m2_word, padded, product, quantized
 from whet.ops._loss_chunks import MANY_BYTES, chunks, scaled, sum_dtype
 from whet.ops._rows import cdiv, unit_rows
 from whet.torch_ops import Fused
 
 NO_FP8 = "computes in the inputs' precision; precision='fp8' is served by triton_fp8, eager and compile"
+LOG2E = tl.constexpr(1.4426950408889634)
 STEEP = tl.constexpr(32768.0)  # the gradient of a logit, within -1..1, is held as 2^15 times that: E5M2 ends at 57344
 TOGETHER = 2  # chunks whose products with dlogits.T are one: its sums go to memory that much less often
+
+
+@triton.jit
+def _steep_row(
+    z_ptr, target_ptr, stats_ptr, stride_zm, stride_stats, m, v, M, V, P, ignore_index, softcap,
+    HAS_SOFTCAP: tl.constexpr,
+):
+    """2^15 (softmax(z) - onehot(target)) of the rows m and the columns v, zero where ignored; columns past V are anything."""
+    target = tl.load(target_ptr + m, mask=m < M, other=ignore_index)
+    counts = (target != ignore_index) & (m < M)
+    target = tl.where(counts, target, -1).to(tl.int32)
+    top = tl.load(stats_ptr + m, mask=counts, other=0.0)
+    log_mass = tl.load(stats_ptr + stride_stats + m, mask=counts, other=float("inf"))  # no probability for any
+    # A mask of whole loads: V may be odd.
+    z = tl.load(z_ptr + m[:, None] * stride_zm + v[None, :], mask=counts[:, None] & (v < P)[None, :], other=0.0).to(tl.float32)
+    if HAS_SOFTCAP:
+        d = _gradient(z, v[None, :], target[:, None], top[:, None], log_mass[:, None], V, 0.0, softcap, HAS_SOFTCAP) * STEEP
+    else:  # one multiply-add and one exponential for each
+        d = tl.exp2(z * LOG2E - ((top + log_mass) * LOG2E - 15.0)[:, None])
+        d = tl.where(v[None, :] == target[:, None], d - STEEP, d)
+    return d
 
 
 @triton.jit
@@ -24,34 +46,36 @@ def _fp8_dlogits_kernel(
     dz_ptr, turned_ptr,  # outputs: (M, P) bytes; (P, fours) int32 of four rows' bytes each
     stride_zm, stride_stats, stride_turned,
     M, V, P, fours, ignore_index, softcap,
-    BLOCK_M: tl.constexpr, BLOCK_V: tl.constexpr, HAS_SOFTCAP: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_V: tl.constexpr, HAS_SOFTCAP: tl.constexpr, IN_PTX: tl.constexpr,
 ):
     """dz = E5M2(2^15 (softmax(z) - onehot(target))), zero where ignored, and its transpose.  A program, 4 BLOCK_M rows.
 
     Fuses   softmax, the one-hot, the softcap's slope, the rounding and the transpose; zeros up to P and to 4 * fours rows.
     Moves   z in; dz out, a byte an element, twice. Four rows are turned as one word: shared memory is slow at single bytes.
-    Rounds  to E5M2 once, by e5m2_bits. 2^-32 and less of a row's probability is nothing.
+    Rounds  to E5M2 once. 2^-32 and less of a row's probability is nothing.
     """
     softcap = _narrow(softcap)
     pid = tl.program_id(0)
     blocks = tl.cdiv(P, BLOCK_V)
     four = (pid // blocks).to(tl.int64) * BLOCK_M + tl.arange(0, BLOCK_M)
-    v = (pid % blocks).to(tl.int64) * BLOCK_V + tl.arange(0, BLOCK_V)
-    in_row = (v < P)[None, :]  # a mask of whole loads; V may be odd
-    words = tl.zeros((BLOCK_M, BLOCK_V), dtype=tl.int32)
-    for r in tl.static_range(4):
-        m = 4 * four + r
-        target = tl.load(target_ptr + m, mask=m < M, other=ignore_index).to(tl.int64)
-        counts = (target != ignore_index) & (m < M)
-        top = tl.load(stats_ptr + m, mask=m < M, other=0.0)
-        log_mass = tl.load(stats_ptr + stride_stats + m, mask=m < M, other=0.0)
-        z = tl.load(z_ptr + m[:, None] * stride_zm + v[None, :], mask=counts[:, None] & in_row, other=0.0).to(tl.float32)
-        d = _gradient(z, v[None, :], target[:, None], top[:, None], log_mass[:, None], V, 0.0, softcap, HAS_SOFTCAP)
-        dz = e5m2_bits(tl.where(counts[:, None] & (v < V)[None, :], d * STEEP, 0.0))
-        tl.store(dz_ptr + m[:, None] * P + v[None, :], dz.to(tl.uint8), mask=(m < M)[:, None] & in_row)
-        words |= dz << (8 * r)
-    stored = (v < P)[:, None] & (four < fours)[None, :]
-    tl.store(turned_ptr + v[:, None] * stride_turned + four[None, :], tl.trans(words), mask=stored)
+    first = (pid % blocks) * BLOCK_V
+    v = first + tl.arange(0, BLOCK_V)
+    m, in_row = 4 * four, (v < P)[None, :]
+    a = _steep_row(z_ptr, target_ptr, stats_ptr, stride_zm, stride_stats, m, v, M, V, P, ignore_index, softcap, HAS_SOFTCAP)
+    b = _steep_row(z_ptr, target_ptr, stats_ptr, stride_zm, stride_stats, m + 1, v, M, V, P, ignore_index, softcap, HAS_SOFTCAP)
+    c = _steep_row(z_ptr, target_ptr, stats_ptr, stride_zm, stride_stats, m + 2, v, M, V, P, ignore_index, softcap, HAS_SOFTCAP)
+    d = _steep_row(z_ptr, target_ptr, stats_ptr, stride_zm, stride_stats, m + 3, v, M, V, P, ignore_index, softcap, HAS_SOFTCAP)
+    if first + BLOCK_V > V:
+        in_vocab = (v < V)[None, :]
+        a, b = tl.where(in_vocab, a, 0.0), tl.where(in_vocab, b, 0.0)
+        c, d = tl.where(in_vocab, c, 0.0), tl.where(in_vocab, d, 0.0)
+    at = dz_ptr + m[:, None] * P + v[None, :]
+    tl.store(at, e5m2_bytes(a, IN_PTX), mask=(m < M)[:, None] & in_row)
+    tl.store(at + P, e5m2_bytes(b, IN_PTX), mask=(m + 1 < M)[:, None] & in_row)
+    tl.store(at + 2 * P, e5m2_bytes(c, IN_PTX), mask=(m + 2 < M)[:, None] & in_row)
+    tl.store(at + 3 * P, e5m2_bytes(d, IN_PTX), mask=(m + 3 < M)[:, None] & in_row)
+    to = turned_ptr + v[:, None].to(tl.int64) * stride_turned + four[None, :]
+    tl.store(to, tl.trans(e5m2_word(a, b, c, d, IN_PTX)), mask=(v < P)[:, None] & (four < fours)[None, :])
 
 
 def dlogits(z, V, target, stats, ignore_index, softcap, dz, turned):
@@ -60,7 +84,7 @@ def dlogits(z, V, target, stats, ignore_index, softcap, dz, turned):
     fours, strides = words.shape[1], (z.stride(0), stats.stride(0), words.stride(0))
     launcher(_fp8_dlogits_kernel)[(cdiv(fours, 16) * cdiv(P, 128),)](
         z, target, stats, dz.view(torch.uint8), words, *strides, M, V, P, fours, ignore_index, softcap,
-        BLOCK_M=16, BLOCK_V=128, HAS_SOFTCAP=softcap > 0, num_warps=4,
+        BLOCK_M=16, BLOCK_V=128, HAS_SOFTCAP=softcap > 0, IN_PTX=casts_in_ptx(), num_warps=4,
     )
 
 

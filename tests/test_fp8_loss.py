@@ -1,0 +1,189 @@
+"""linear_cross_entropy in FP8: the casts code by code, what is turned, many chunks, refusals, and a model that trains with it."""
+
+import pytest
+import torch
+import triton
+import triton.language as tl
+from conftest import DEVICE
+
+import whet.ops
+from whet.models.gpt2 import SIZES, GPT2, GPT2Config
+from whet.op import discover
+from whet.ops import _fp8_loss
+from whet.ops._fp8 import casts_in_ptx, e4m3_bits, e5m2_bytes, e5m2_word, quantized, rounded
+from whet.verify import verify
+
+OP = discover()["linear_cross_entropy"]
+
+
+@triton.jit
+def _codes_kernel(x_ptr, e4m3_ptr, e5m2_ptr, word_ptr, n, BLOCK: tl.constexpr, IN_PTX: tl.constexpr):
+    i = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    x = tl.load(x_ptr + i, mask=i < n, other=0.0)
+    tl.store(e4m3_ptr + i, e4m3_bits(tl.minimum(tl.maximum(x, -448.0), 448.0)).to(tl.uint8), mask=i < n)
+    tl.store(e5m2_ptr + i, e5m2_bytes(x, IN_PTX), mask=i < n)
+    tl.store(word_ptr + i, e5m2_word(x, -x, 2 * x, x, IN_PTX), mask=i < n)
+
+
+def cast(x):
+    n, make = len(x), lambda dtype: torch.empty(len(x), dtype=dtype, device=DEVICE)
+    e4m3, e5m2, word = make(torch.uint8), make(torch.uint8), make(torch.int32)
+    _codes_kernel[(triton.cdiv(n, 1024),)](x, e4m3, e5m2, word, n, BLOCK=1024, IN_PTX=casts_in_ptx())
+    return e4m3, e5m2, word
+
+
+def around(dtype, most):
+    """Every finite code, what lies between two, and what lies a little off that; no zeros, whose sign is nothing."""
+    codes = torch.arange(256, dtype=torch.uint8).view(dtype).float()
+    codes = codes[codes.isfinite() & (codes != 0)].sort().values
+    half = (codes[1:] + codes[:-1]) / 2
+    x = torch.cat([codes, half, half * (1 + 2**-7), half * (1 - 2**-7)])
+    return x[(x.abs() <= most) & (x != 0)].to(DEVICE)
+
+
+def test_every_code_of_e4m3_and_what_lies_between_goes_to_the_nearest():
+    x = around(torch.float8_e4m3fn, 448.0)
+    assert torch.equal(cast(x)[0], x.to(torch.float8_e4m3fn).view(torch.uint8))
+
+
+def test_every_code_of_e5m2_and_what_lies_between_goes_to_the_nearest():
+    x = around(torch.float8_e5m2, 2.0**14)
+    _, bytes_, words = cast(x)
+    four = torch.stack([x, -x, 2 * x, x], 1).to(torch.float8_e5m2).view(torch.uint8)
+    assert torch.equal(bytes_, four[:, 0]) and torch.equal(words.view(torch.uint8).view(-1, 4), four)
+
+
+MATRICES = {
+    "bfloat16": lambda: torch.randn(50, 48).bfloat16(), "float32": lambda: torch.randn(129, 160) * 1e-3,
+    "zeros": lambda: torch.zeros(5, 16), "strided": lambda: torch.randn(200, 96)[:, ::3], "turned": lambda: torch.randn(64, 37).t(),
+    "wide": lambda: torch.randn(4099, 768),
+}
+
+
+@pytest.mark.parametrize("case", MATRICES)
+def test_a_quantized_matrix_is_the_references_and_its_transpose_is_its_own(case):
+    x = MATRICES[case]().to(DEVICE)
+    y, turned, scale = quantized(x)
+    assert torch.equal((y.float() * scale)[: len(x)].to(x.dtype), rounded(x)) and not y[len(x) :].float().any()
+    assert torch.equal(y.view(torch.uint8).t(), turned.view(torch.uint8)) and len(y) % 16 == 0
+
+
+def test_what_is_not_finite_becomes_nan():
+    x = torch.randn(20, 16, device=DEVICE)
+    x[3, 4], x[5, 6] = float("inf"), float("nan")
+    assert quantized(x)[0].float().isnan()[[3, 5], [4, 6]].all()
+
+
+@pytest.mark.parametrize("M, V, softcap", [(40, 301, 0.0), (128, 1000, 0.0), (37, 160, 5.0)])
+def test_the_gradient_of_the_logits_is_the_softmax_less_the_target_and_its_transpose(M, V, softcap):
+    P, columns = -(-V // 16) * 16, -(-M // 16) * 16
+    z, target = (3 * torch.randn(M, P, device=DEVICE)).bfloat16(), torch.randint(V, (M,), device=DEVICE)
+    target[::5] = -100
+    capped = z[:, :V].double() if not softcap else softcap * torch.tanh(z[:, :V].double() / softcap)
+    top = capped.amax(1)
+    stats = torch.stack([top, (capped - top[:, None]).exp().sum(1).log()]).float()
+    want = capped.softmax(1)
+    want[torch.arange(M), target.clamp(min=0)] -= 1
+    want *= 1 if not softcap else 1 - (capped / softcap).square()
+    want[target == -100] = 0
+    dz = torch.full((M, P), 255, dtype=torch.uint8, device=DEVICE).view(torch.float8_e5m2)
+    room = torch.full((P, 2 * columns), 255, dtype=torch.uint8, device=DEVICE).view(torch.float8_e5m2)
+    _fp8_loss.dlogits(z, V, target, stats, -100, softcap, dz, room[:, columns:])
+    made = dz.double() / 2**15
+    assert not made[:, V:].any() and (made[:, :V] - want).abs().le(want.abs() * 2**-3 + 2**-31).all()
+    assert torch.equal(dz.view(torch.uint8).t(), room.view(torch.uint8)[:, columns : columns + M])
+    assert not room.float()[:, columns + M :].any() and (room.view(torch.uint8)[:, :columns] == 255).all()
+
+
+@pytest.mark.parametrize("case", [dict(M=100, D=64, V=1003), dict(M=90, D=32, V=300, bias=True), dict(M=33, D=16, V=64)])
+def test_many_chunks_meet_the_budget_of_one(case, monkeypatch):
+    monkeypatch.setattr(_fp8_loss, "chunks", lambda M, *_: [slice(i, min(i + 16, M)) for i in range(0, M, 16)])
+    verdict = verify(OP, OP.impls["triton_fp8"], OP.inputs(dtype=torch.bfloat16, device=DEVICE, precision="fp8", **case))
+    assert verdict.ok, verdict.why
+
+
+def test_weights_in_float32_take_the_dtype_of_autocast(device):
+    """What a model in mixed precision hands over: the gradient of w is one of its own dtype, and near that of bfloat16."""
+    x, w = torch.randn(64, 128, device=device), (torch.randn(500, 128, device=device) / 8).requires_grad_()
+    grads, target = [], torch.randint(500, (64,), device=device)
+    for impl in ("triton_fp8", "torch"):
+        with torch.autocast(device, torch.bfloat16):
+            whet.ops.linear_cross_entropy(x.bfloat16(), w, target, impl=impl).backward()
+        grads.append(w.grad)
+        w.grad = None
+    assert grads[0].dtype == torch.float32 and (grads[0] - grads[1]).norm() < 0.1 * grads[1].norm()
+
+
+@pytest.mark.parametrize("change, said", [
+    (dict(precision=None), "done only where asked for: precision='fp8'"), (dict(reduction="none"), "reduction must be"),
+    (dict(label_smoothing=0.1), "label_smoothing must be 0"), (dict(D=24), "must be a multiple of 16, got 24"),
+    (dict(dtype=torch.float32), "x must be bfloat16, got torch.float32"),
+])
+def test_refusals_say_what_would_be_taken(change, said):
+    args = OP.inputs(**dict(dtype=torch.bfloat16, device="cpu", M=8, D=16, V=32, precision="fp8") | change)
+    assert said in OP.impls["triton_fp8"].refuses(**args)
+
+
+@pytest.mark.parametrize("impl", ["torch", "triton", "liger"])
+def test_an_impl_of_one_precision_names_who_serves_fp8(impl):
+    args = OP.inputs(dtype=torch.bfloat16, device="cpu", M=8, D=16, V=32, precision="fp8")
+    assert "precision='fp8' is served by triton_fp8, eager and compile" in OP.impls[impl].refuses(**args)
+
+
+def asked(model, batch, autocast: bool):
+    from whet.workload import Workload
+
+    precision = "bfloat16" if autocast else "float32"
+    calls = Workload(model, kwargs=batch, precision=precision).calls()
+    return [call.case.get("precision") for call, _ in calls if call.op == "linear_cross_entropy"]
+
+
+def test_a_head_in_fp8_is_one_in_training_under_bfloat16_alone():
+    model = GPT2(GPT2Config(vocab=101, width=32, layers=1, heads=2, kv_heads=2, fp8_head=True))
+    tokens = torch.randint(101, (2, 16))
+    batch = dict(tokens=tokens, labels=tokens)
+    assert asked(model, batch, True) == ["fp8"] and asked(model, batch, False) == [None]
+    assert asked(model.eval(), batch, True) == [None] and SIZES["d12-fast"].fp8_head and not SIZES["d12"].fp8_head
+
+
+@pytest.mark.gpu
+def test_gpu_training_with_a_head_in_fp8_reaches_the_loss_of_bf16():
+    def last(fp8: bool) -> float:
+        c = GPT2Config(vocab=1000, width=256, layers=2, heads=4, kv_heads=4, fp8_head=fp8)
+        model, generator = GPT2(c).cuda(), torch.Generator().manual_seed(0)
+        optimizer, losses = torch.optim.AdamW(model.parameters(), lr=1e-3), []
+        for _ in range(150):
+            first = torch.randint(1000, (16, 1), generator=generator)
+            tokens = ((first + 7 * torch.arange(65)) % 1000).cuda()
+            with torch.autocast("cuda", torch.bfloat16):
+                loss = model(tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous())
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            losses.append(loss.detach())
+        return torch.stack(losses[-20:]).mean().item()
+
+    low, high = last(True), last(False)
+    assert abs(low - high) < 0.05 * high + 0.05, (low, high)
+
+
+ON_GPU = [
+    test_every_code_of_e4m3_and_what_lies_between_goes_to_the_nearest,
+    test_every_code_of_e5m2_and_what_lies_between_goes_to_the_nearest, test_what_is_not_finite_becomes_nan,
+    lambda: [test_a_quantized_matrix_is_the_references_and_its_transpose_is_its_own(case) for case in MATRICES],
+    lambda: [
+        test_the_gradient_of_the_logits_is_the_softmax_less_the_target_and_its_transpose(M, V, softcap)
+        for M in (37, 128, 4096) for V in (160, 5003) for softcap in (0.0, 5.0)
+    ],
+]
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("test", ON_GPU, ids=["e4m3", "e5m2", "not-finite", "quantized", "gradients"])
+def test_gpu_casts_and_transposes_are_those_of_the_interpreter(test):
+    test()
+
+
+@pytest.mark.gpu
+def test_gpu_autocast_of_float32_weights_keeps_the_gradients():
+    test_weights_in_float32_take_the_dtype_of_autocast("cuda")
