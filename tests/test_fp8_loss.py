@@ -1,4 +1,4 @@
-"""linear_cross_entropy in FP8: the casts code by code, what is turned, many chunks, refusals, and a model that trains with it."""
+"""linear_cross_entropy in FP8: casts code by code, what is turned, many chunks, refusals, a model trained with it."""
 
 import pytest
 import torch
@@ -7,7 +7,7 @@ import triton.language as tl
 from conftest import DEVICE
 
 import whet.ops
-from whet.models.gpt2 import SIZES, GPT2, GPT2Config
+from whet.models.gpt2 import GPT2, SIZES, GPT2Config
 from whet.op import discover
 from whet.ops import _fp8_loss
 from whet.ops._fp8 import casts_in_ptx, e4m3_bits, e5m2_bytes, e5m2_word, quantized, rounded
@@ -55,7 +55,8 @@ def test_every_code_of_e5m2_and_what_lies_between_goes_to_the_nearest():
 
 MATRICES = {
     "bfloat16": lambda: torch.randn(50, 48).bfloat16(), "float32": lambda: torch.randn(129, 160) * 1e-3,
-    "zeros": lambda: torch.zeros(5, 16), "strided": lambda: torch.randn(200, 96)[:, ::3], "turned": lambda: torch.randn(64, 37).t(),
+    "zeros": lambda: torch.zeros(5, 16), "strided": lambda: torch.randn(200, 96)[:, ::3],
+    "turned": lambda: torch.randn(64, 37).t(),
     "wide": lambda: torch.randn(4099, 768),
 }
 
