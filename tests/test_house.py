@@ -17,7 +17,7 @@ ORDER = [
     "plan_memory", "swap", "models", "decode", "diagnose", "subjects", "duel", "report", "plans", "trackers", "matrix",
     "step_plans", "step", "step_rivals", "callback", "autoselect", "train", "exercise", "commands", "__main__",
 ]
-FILE_LINES, FUNCTION_LINES, PACKAGE_LINES = 400, 50, 46700
+FILE_LINES, FUNCTION_LINES, PACKAGE_LINES = 400, 50, 46750
 
 
 def tracked() -> list[Path]:

@@ -161,6 +161,9 @@ def started(run: Training, found: Path | None, resume: bool, lock: Lock | None) 
     model = plain(run.made.model)
     blocks = checkpoint_blocks(model, example, t.checkpointed_blocks)
     tuned = run.device == "cuda" if recipe.kernels.tune is None else recipe.kernels.tune
+    if tuned and run.device == "cpu":
+        how = "which takes minutes, once: the lock keeps what is found; without --tune PyTorch's own calls serve"
+        run.log.say(f"kernels: PyTorch's and torch.compile's are timed on this CPU, {how}")
     if recipe.model.path and tuned and run.world.mode == "fsdp":
         run.log.say("kernels: the folder's own parts, since whet.optimize proves them on whole weights, and these are sharded")
     elif recipe.model.path and tuned:
