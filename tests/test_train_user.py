@@ -242,7 +242,7 @@ def test_a_tracker_that_is_missing_or_broken_is_said_before_kernels_are_chosen(t
     monkeypatch.setattr("whet.train.start.select", lambda *_: pytest.fail("kernels were chosen"))
     monkeypatch.delitem(sys.modules, "wandb", raising=False)
     said = one_line("train", "gpt2-d12", *SETTINGS, "--set", f"data.path={shards}", "--set", "run.wandb=offline")
-    broken = "cannot be imported: ModuleNotFoundError: No module named 'a_package_that_is_not_there'; pip install --upgrade wandb"
+    broken = "cannot be imported: ModuleNotFoundError: No module named 'a_package_that_is_not_there'; pip install --upgrade"
     assert (broken if there else "is not installed: pip install wandb, or whet with its extra, whet[wandb]") in said
 
 
@@ -259,6 +259,15 @@ def test_a_sample_takes_no_seed_that_a_generator_does_not(shards, tmp_path):  # 
     quiet(small(shards, train__steps=1), tmp_path / "run")
     for seed in ("99999999999999999999", "-1"):
         assert f"--seed must be from 0 to 2**63 - 1, got {seed}" in one_line("sample", str(tmp_path / "run"), "--seed", seed)
+
+
+def test_a_checkpoint_that_is_passed_over_in_sampling_is_one_plain_line(shards, tmp_path):  # noqa: F811
+    quiet(small(shards, train__steps=2, run__save_every=1), tmp_path / "run")
+    (tmp_path / "run" / "checkpoints" / "step-00000002" / "done.json").unlink()
+    result = invoke("sample", str(tmp_path / "run"), "the", "--tokens", "2")
+    assert result.exit_code == 0 and result.stdout.startswith("the")
+    assert result.stderr.startswith("whet: checkpoint: ") and "step-00000002 is skipped: it is torn" in result.stderr
+    assert result.stderr.count("\n") == 1
 
 
 def test_an_export_that_a_full_disk_ends_leaves_no_folder(shards, tmp_path, monkeypatch):  # noqa: F811

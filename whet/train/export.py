@@ -3,6 +3,7 @@
 import contextlib
 import json
 import shutil
+import sys
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -53,7 +54,7 @@ def load_run(folder: Path, at: str = "") -> LoadedRun:
     if recipe.data.tasks:
         why = f"{recipe.model.name} predicts numbers, which are no text, and Transformers has no such architecture"
         raise ValueError(f"{folder} was trained on tasks: {why}; its page shows a prediction")
-    path = folder / "checkpoints" / at if at else checkpoint.newest(folder / "checkpoints")
+    path = folder / "checkpoints" / at if at else checkpoint.newest(folder / "checkpoints", skipped)
     if path is None:
         raise ValueError(f"{folder} has no checkpoint that is complete")
     device = "cuda" if torch.cuda.is_available() else "cpu"
@@ -66,6 +67,11 @@ def load_run(folder: Path, at: str = "") -> LoadedRun:
         trained.model.load_state_dict(kept)
     trained.model.eval()
     return LoadedRun(recipe, trained, path, state["step"])
+
+
+def skipped(line: str) -> None:
+    """A newer checkpoint that is not taken, in a line beside what is printed."""
+    print(f"whet: {line}", file=sys.stderr)
 
 
 def tokenizer_of(recipe: TrainRecipe, name: str = "") -> Tokenizer:

@@ -115,8 +115,8 @@ class RunLog:
             with open(self.path, "a") as f:
                 f.write(json.dumps(plain) + "\n")
         except OSError as e:
-            why = f"{self.path} cannot be written: {e.strerror or e}; checkpoints are intact: once there is room, go on with --resume"
-            raise ValueError(f"train: {why}") from None
+            fix = "checkpoints are intact; once there is room, go on with --resume"
+            raise ValueError(f"train: {self.path} cannot be written: {e.strerror or e}; {fix}") from None
         self._track(line)
 
     def _track(self, line: dict) -> None:
