@@ -1,6 +1,7 @@
 """What the command line refuses, and how it ends: one line, the right exit code, and nothing of the user's touched."""
 
 import shlex
+import signal
 import subprocess
 import sys
 
@@ -152,3 +153,50 @@ def test_generate_imports_neither_the_doctor_nor_the_benchmark():
     loaded = loaded_by("import whet.commands.generate, whet.decode.engine, whet.report.decode")
     assert "whet.decode.trust" in loaded
     assert not [name for name in loaded if name.startswith(("whet.diagnose", "whet.decode.bench", "whet.plans"))]
+
+
+EARLY = """
+import importlib.machinery, os, signal, sys, types
+from whet import interrupts
+signal.signal(signal.SIGINT, signal.default_int_handler)
+interrupts.listen()
+interrupts.begun, stop = {begun}, signal.{stop}
+sys.modules["torch"] = torch = types.ModuleType("torch")
+torch.__spec__ = importlib.machinery.ModuleSpec("torch", None)
+torch.__spec__._initializing = {importing}
+try:
+    os.kill(os.getpid(), stop)
+except KeyboardInterrupt:
+    print("raised")
+"""
+
+
+@pytest.mark.parametrize("stop", ["SIGINT", "SIGTERM"])
+@pytest.mark.parametrize(("begun", "importing", "answered"), [(False, False, False), (True, True, False), (True, False, True)])
+def test_an_interrupt_that_an_import_would_swallow_ends_the_process_at_once(stop, begun, importing, answered):
+    script = EARLY.format(begun=begun, importing=importing, stop=stop)
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True)
+    if answered:
+        assert (done.returncode, done.stdout, done.stderr) == (0, "raised\n", "")
+    else:
+        assert (done.returncode, done.stdout, done.stderr) == (130, "", "whet: stopped; nothing was begun yet\n")
+
+
+@pytest.mark.parametrize(("does", "code"), [("exec('raise KeyboardInterrupt')", 130), ("raise SystemExit(0)", 0)])
+def test_an_interrupt_that_passed_an_exec_or_comes_last_leaves_the_exit_code(does, code, tmp_path):
+    """An exec, as a dataclass is made by, has Python kill itself at its end. What is registered first is called last."""
+    (tmp_path / "own.py").write_text(f"""
+import atexit, os, signal, whet.__main__ as own
+if {code} == 0:
+    atexit.register(os.kill, os.getpid(), signal.SIGINT)
+def command(_):
+    try:
+        {does}
+    except KeyboardInterrupt:
+        raise SystemExit(130)
+own.with_output = command
+own.main()
+""")
+    signal_heard = lambda: signal.signal(signal.SIGINT, signal.default_int_handler)  # noqa: E731
+    done = subprocess.run([sys.executable, "-m", "own"], cwd=tmp_path, capture_output=True, text=True, preexec_fn=signal_heard)
+    assert (done.returncode, done.stderr) == (code, "")

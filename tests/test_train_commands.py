@@ -130,7 +130,7 @@ def test_a_hugging_face_folder_is_fine_tuned_saved_and_exported(shards, tmp_path
 
 def test_trackers_get_the_figures_and_one_that_fails_costs_its_curves_alone(tmp_path, monkeypatch, capsys):
     class Writer:
-        def __init__(self, folder):
+        def __init__(self, folder, purge_step):
             self.seen, self.closed = [], False
 
         def add_scalar(self, name, value, step):
@@ -155,7 +155,7 @@ def test_trackers_get_the_figures_and_one_that_fails_costs_its_curves_alone(tmp_
 
 def test_a_resumed_run_goes_on_in_its_own_curves(shards, tmp_path, monkeypatch):  # noqa: F811
     inits: list[dict] = []
-    run = types.SimpleNamespace(log=lambda *_, **__: None, finish=lambda: None, summary={})
+    run = types.SimpleNamespace(log=lambda *_, **__: None, finish=lambda **_: None, summary={})
     monkeypatch.setitem(sys.modules, "wandb", types.SimpleNamespace(init=lambda **given: inits.append(given) or run, run=run))
     for steps in (3, 6):
         quiet(small(shards, run__wandb="offline", train__steps=steps), tmp_path / "one", resume=steps > 3)

@@ -10,6 +10,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 from rich.console import Console
+from safetensors import SafetensorError
 from test_train_commands import SETTINGS, invoke
 from test_train_loop import losses, quiet, shards, small  # noqa: F401
 
@@ -211,3 +212,70 @@ def test_the_block_of_choices_says_what_was_forced():
     made.force = {"rms_norm": "eager"}
     shown = "\n".join(made.lines("4 x 8"))
     assert "Using:   eager, by kernels.force.rms_norm" in shown and "rms_norm=eager" in shown and "(torch)" not in shown
+
+
+def test_choices_reach_every_tracker_and_a_run_that_failed_is_shown_as_such(shards, tmp_path, monkeypatch):  # noqa: F811
+    """By the names that W&B and TensorBoard have for what is asked of them."""
+    ended, texts, purged = [], [], []
+    summary: dict = {}
+    run = types.SimpleNamespace(log=lambda *_, **__: None, finish=lambda exit_code: ended.append(exit_code), summary=summary)
+    monkeypatch.setitem(sys.modules, "wandb", types.SimpleNamespace(init=lambda **_: run, run=run))
+    writer = types.SimpleNamespace(add_text=lambda *a: texts.append(a), add_scalar=lambda *_: None, close=lambda: None)
+    module = types.ModuleType("torch.utils.tensorboard")
+    module.SummaryWriter = lambda folder, purge_step: purged.append(purge_step) or writer  # type: ignore[attr-defined]
+    monkeypatch.setitem(sys.modules, "torch.utils.tensorboard", module)
+    given = dict(run__wandb="offline", run__tensorboard=True)
+    quiet(small(shards, train__steps=3, **given), tmp_path / "run")
+    assert "rms_norm" in summary["whet/kernels"] and texts[0] == ("whet/kernels", summary["whet/kernels"])
+    monkeypatch.setattr(loop, "one_step", lambda run: 1 / 0)
+    with pytest.raises(ZeroDivisionError):
+        quiet(small(shards, train__steps=4, **given), tmp_path / "run", resume=True)
+    assert ended == [0, 1] and purged == [None, 4], "steps after the checkpoint are taken back"
+
+
+@pytest.mark.parametrize("there", [False, True])
+def test_a_tracker_that_is_missing_or_broken_is_said_before_kernels_are_chosen(there, shards, tmp_path, monkeypatch):  # noqa: F811
+    if there:
+        (tmp_path / "wandb").mkdir()
+        (tmp_path / "wandb" / "__init__.py").write_text("import a_package_that_is_not_there")
+        monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.setattr("whet.train.start.select", lambda *_: pytest.fail("kernels were chosen"))
+    monkeypatch.delitem(sys.modules, "wandb", raising=False)
+    said = one_line("train", "gpt2-d12", *SETTINGS, "--set", f"data.path={shards}", "--set", "run.wandb=offline")
+    broken = "cannot be imported: ModuleNotFoundError: No module named 'a_package_that_is_not_there'; pip install --upgrade"
+    assert (broken if there else "is not installed: pip install wandb, or whet with its extra, whet[wandb]") in said
+
+
+def test_runs_where_nothing_can_be_written_are_refused_before_kernels_are_chosen(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    Path("file").write_text("mine")
+    assert "file/a/x cannot be a run's folder: " in (said := one_line("train", "gpt2-d12", "--runs", "file/a", "--name", "x"))
+    assert "file is no folder; name another" in said
+    monkeypatch.setattr("os.access", lambda *_: False)
+    assert "is write-protected; name another" in one_line("train", "gpt2-d12", "--name", "x")
+
+
+def test_a_sample_takes_no_seed_that_a_generator_does_not(shards, tmp_path):  # noqa: F811
+    quiet(small(shards, train__steps=1), tmp_path / "run")
+    for seed in ("99999999999999999999", "-1"):
+        assert f"--seed must be from 0 to 2**63 - 1, got {seed}" in one_line("sample", str(tmp_path / "run"), "--seed", seed)
+
+
+def test_a_checkpoint_that_is_passed_over_in_sampling_is_one_plain_line(shards, tmp_path):  # noqa: F811
+    quiet(small(shards, train__steps=2, run__save_every=1), tmp_path / "run")
+    (tmp_path / "run" / "checkpoints" / "step-00000002" / "done.json").unlink()
+    result = invoke("sample", str(tmp_path / "run"), "the", "--tokens", "2")
+    assert result.exit_code == 0 and result.stdout.startswith("the")
+    assert result.stderr.startswith("whet: checkpoint: ") and "step-00000002 is skipped: it is torn" in result.stderr
+    assert result.stderr.count("\n") == 1
+
+
+def test_an_export_that_a_full_disk_ends_leaves_no_folder(shards, tmp_path, monkeypatch):  # noqa: F811
+    def full(*_, **__):
+        (tmp_path / "out" / "model.safetensors").write_bytes(b"half")
+        raise SafetensorError("I/O error: No space left on device (os error 28)")
+
+    quiet(small(shards, train__steps=1, model__activation="swiglu"), tmp_path / "run")
+    monkeypatch.setattr("whet.train.export.save_file", full)
+    said = one_line("export", str(tmp_path / "run"), str(tmp_path / "out"))
+    assert "out cannot be written: SafetensorError: I/O error: No space left" in said and not (tmp_path / "out").exists()

@@ -203,3 +203,14 @@ def test_a_hand_that_is_stopped_takes_nothing_more_of_its_share():
     go_on.set()
     hands.wait()
     assert done == [1]
+
+
+@pytest.mark.parametrize("reach", [None, 1.25])
+def test_without_a_gpu_triton_is_interpreted_only_where_evidence_is_asked_for_too(reach, monkeypatch):
+    """With a reach only what can be chosen is verified: a Triton kernel cannot be, and the interpreter takes its time."""
+    monkeypatch.setattr("torch.cuda.is_available", lambda: False)
+    monkeypatch.setattr(whet.tune, "_ask_verify", lambda *_, **__: {"ok": True, "share": 0.0, "why": ""})
+    work = Work([(CALL, 1)], Lock(), ("eager",), lambda *_: None, 1.0, None, False, reach)
+    found = work._verify(CALL, "triton", None, None)
+    assert ("interpreted" in found, "screened" in found) == ((True, False) if reach is None else (False, True))
+    assert found["ok"] == (reach is None)

@@ -1,10 +1,13 @@
-"""The command `whet`, and `python -m whet`. An interrupt while PyTorch is still being imported ends it without a traceback,
-and so does a standard output that is closed or full."""
+"""The command `whet`, and `python -m whet`. An interrupt before a command has begun ends it without a traceback, and so does
+a standard output that is closed or full."""
 
+import atexit
 import io
 import os
 import sys
 from typing import Any
+
+from whet import interrupts
 
 
 class Output(io.FileIO):
@@ -21,17 +24,19 @@ class Output(io.FileIO):
 
 
 def main() -> None:
+    interrupts.listen()
+    atexit.register(interrupts.ignore)  # the first to be registered is the last to be called
     if sys.stderr is None:  # 2>&-: what would be printed there must not land in a file that is given its number
         sys.stderr = io.TextIOWrapper(io.FileIO(os.devnull, "w"), line_buffering=True)
     if sys.stdout is None:
         print("whet: standard output is closed; send it to a file, a pipe or /dev/null", file=sys.stderr)
         raise SystemExit(1)
+    from whet.commands import main as command
+
     try:
-        from whet.commands import main as command
-    except KeyboardInterrupt:
-        print("whet: stopped; nothing was begun yet", file=sys.stderr)
-        raise SystemExit(130) from None
-    with_output(command)
+        with_output(command)
+    finally:
+        exec("")  # else an interrupt that passed an exec, as of a dataclass, ends Python by SIGINT, whatever the exit code
 
 
 def with_output(command) -> None:

@@ -52,7 +52,8 @@ def tune(
     limit_s   time after which a candidate is given up
     preload   a Python file the child process runs first, for ops of your own
     bucket    round sizes that vary up to powers of two; a bench times exactly what it was asked
-    reach     a candidate that a quick look finds so many times as slow as a rival in every mode is not verified; None: all are
+    reach     a candidate that a quick look finds so many times as slow as a rival in every mode is not verified, nor a Triton
+              kernel without a GPU, which is not chosen either; None: all are
     crew      children that were started ahead, for whoever verifies first
     Under torch.distributed rank 0 decides and the others receive what it chose.
     """
@@ -221,6 +222,9 @@ class Work:
         op = self.ops[call.op]
         proved_from = {"source": fingerprint(op, name)}
         if op.impl(name).needs == "triton" and not torch.cuda.is_available():
+            if self.reach is not None:
+                why = "not verified: Triton's kernels are not chosen without a GPU"
+                return {"ok": False, "share": 0.0, "why": why, "screened": 0.0, "took_s": 0.0} | proved_from
             reduced = {k: min(v, op.tiny[k]) if k in op.tiny and isinstance(v, int) else v for k, v in call.case.items()}
             small = Call(call.op, reduced, call.dtype, call.grad)
             return _ask_verify(interpreter, small, name, self.limit_s) | proved_from | {"interpreted": small.key}

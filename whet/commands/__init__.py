@@ -6,12 +6,13 @@ Files here import typer and little else; what a command needs it imports when it
 import importlib
 import pkgutil
 import re
-import signal
 from typing import Annotated, Any
 
 import typer
 from rich.markup import escape
 from typer.core import TyperCommand, TyperGroup
+
+from whet import interrupts
 
 MEANING = "Sharpens PyTorch transformers: kernels proven right, measured faster, with the proof shown."
 
@@ -26,7 +27,7 @@ class TwoWords(TyperGroup):
     def invoke(self, ctx):
         try:
             return super().invoke(ctx)
-        except KeyboardInterrupt:  # while PyTorch is still being imported: commands answer for what they began
+        except KeyboardInterrupt:  # commands answer for what they began
             typer.echo("whet: stopped; nothing was begun yet", err=True)
             raise typer.Exit(130) from None
 
@@ -43,6 +44,10 @@ class PlainHelp(TyperCommand):
         for part in shown:
             if text := getattr(part, "help", None):
                 part.help = escape(re.sub(r"(?<!\n)\n(?!\n)", " ", text))
+
+    def invoke(self, ctx):
+        interrupts.begun = True
+        return super().invoke(ctx)
 
 
 def version(show: Annotated[bool, typer.Option("--version", is_eager=True, help="Print the version (default off).")] = False):
@@ -67,5 +72,5 @@ app = application()
 
 
 def main() -> None:
-    signal.signal(signal.SIGTERM, signal.default_int_handler)  # a time limit's kill ends like Ctrl-C: what is done is kept
+    interrupts.listen()
     app()

@@ -35,6 +35,7 @@ from whet.train.stored import CheckpointError, StoredTensors, packed
 FORMAT = 1
 MODEL, OPTIMIZER, RNG, EMA = (f"{name}.safetensors" for name in ("model", "optimizer", "rng", "ema"))
 STATE, DONE = "state.json", "done.json"
+GO_ON = "once there is room, --resume goes on from it"
 NEEDED = {MODEL, OPTIMIZER, RNG, STATE}
 NAME, TEMPORARY = re.compile(r"step-(\d{8,})"), re.compile(r"\.step-(\d{8,})-[0-9a-f]{16}\.tmp")
 def save(
@@ -74,7 +75,7 @@ def save(
                 _prune(folder, step, keep)
     except OSError as e:
         left = newest(folder, lambda line: None)
-        kept = f"the newest good one there is {left.name}" if left else "there is no earlier one"
+        kept = f"the newest good one there is {left.name}; {GO_ON}" if left else "there is no earlier one"
         raise CheckpointError(f"checkpoint: {where} could not be written: {e.strerror or e}; {kept}") from None
     return where
 

@@ -1,8 +1,10 @@
 """A run's weights used: text sampled from a checkpoint, and a Hugging Face folder made of it."""
 
+import contextlib
 import json
 import shutil
-from collections.abc import Callable
+import sys
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, cast
@@ -10,6 +12,7 @@ from typing import Any, cast
 import torch
 from safetensors.torch import save_file
 
+from whet.figures import error_line
 from whet.models import Model, Sampleable, discover
 from whet.models._sampling import generate
 from whet.train import checkpoint
@@ -51,7 +54,7 @@ def load_run(folder: Path, at: str = "") -> LoadedRun:
     if recipe.data.tasks:
         why = f"{recipe.model.name} predicts numbers, which are no text, and Transformers has no such architecture"
         raise ValueError(f"{folder} was trained on tasks: {why}; its page shows a prediction")
-    path = folder / "checkpoints" / at if at else checkpoint.newest(folder / "checkpoints")
+    path = folder / "checkpoints" / at if at else checkpoint.newest(folder / "checkpoints", skipped)
     if path is None:
         raise ValueError(f"{folder} has no checkpoint that is complete")
     device = "cuda" if torch.cuda.is_available() else "cpu"
@@ -64,6 +67,11 @@ def load_run(folder: Path, at: str = "") -> LoadedRun:
         trained.model.load_state_dict(kept)
     trained.model.eval()
     return LoadedRun(recipe, trained, path, state["step"])
+
+
+def skipped(line: str) -> None:
+    """A newer checkpoint that is not taken, in a line beside what is printed."""
+    print(f"whet: {line}", file=sys.stderr)
 
 
 def tokenizer_of(recipe: TrainRecipe, name: str = "") -> Tokenizer:
@@ -87,6 +95,8 @@ def sample(
     run: LoadedRun, text: str, tokens: int, temperature: float, top_k: int | None, seed: int, tokenizer: str = ""
 ) -> str:
     """The text and what the model writes after it."""
+    if not 0 <= seed < 2**63:
+        raise ValueError(f"sample: --seed must be from 0 to 2**63 - 1, got {seed}")
     model, folder = run.trained.model, run.recipe.model.path
     if not folder:
         offered(run, "sampled", lambda m: m.samples)
@@ -111,9 +121,10 @@ def export(run: LoadedRun, out: Path, tokenizer: str = "") -> dict:
         raise ValueError(f"export: {out} is there already and not an empty folder; name another")
     model = run.trained.model
     if run.recipe.model.path:
-        model.save_pretrained(str(out))  # type: ignore[operator]
-        for path in (p for name in TOKENIZER_FILES for p in Path(run.recipe.model.path).expanduser().glob(name)):
-            shutil.copyfile(path, out / path.name)
+        with whole_folder(out):
+            model.save_pretrained(str(out))  # type: ignore[operator]
+            for path in (p for name in TOKENIZER_FILES for p in Path(run.recipe.model.path).expanduser().glob(name)):
+                shutil.copyfile(path, out / path.name)
         return {"architecture": type(model).__name__, "step": run.step, "folder": str(out)}
     source, size = offered(run, "exported", lambda m: m.to_hf is not None)
     assert source.to_hf is not None
@@ -121,13 +132,26 @@ def export(run: LoadedRun, out: Path, tokenizer: str = "") -> dict:
     words = tokenizer_of(run.recipe, tokenizer)
     written = as_tokenizers(words)  # before anything is written: it may need a package that is not there
     config |= {"eos_token_id": words.eos, "bos_token_id": words.eos, "dtype": str(next(model.parameters()).dtype)[6:]}
-    out.mkdir(parents=True, exist_ok=True)
-    save_file({k: t.cpu() for k, t in state.items()}, str(out / "model.safetensors"), metadata={"format": "pt"})
-    written.save(str(out / "tokenizer.json"))
-    (out / "tokenizer_config.json").write_text(json.dumps(
-        {"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": END, "bos_token": END}, indent=1) + "\n")
-    (out / "config.json").write_text(json.dumps(config, indent=1) + "\n")
+    with whole_folder(out):
+        save_file({k: t.cpu() for k, t in state.items()}, str(out / "model.safetensors"), metadata={"format": "pt"})
+        written.save(str(out / "tokenizer.json"))
+        (out / "tokenizer_config.json").write_text(json.dumps(
+            {"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": END, "bos_token": END}, indent=1) + "\n")
+        (out / "config.json").write_text(json.dumps(config, indent=1) + "\n")
     return {"architecture": config["architectures"][0], "step": run.step, "folder": str(out)}
+
+
+@contextlib.contextmanager
+def whole_folder(out: Path) -> Iterator[None]:
+    """A new or empty folder to write into; where that fails, or is stopped, nothing of it is left."""
+    try:
+        out.mkdir(parents=True, exist_ok=True)
+        yield
+    except BaseException as e:
+        shutil.rmtree(out, ignore_errors=True)
+        if not isinstance(e, Exception):
+            raise
+        raise ValueError(f"export: {out} cannot be written: {error_line(e)}") from None
 
 
 END = "<|endoftext|>"

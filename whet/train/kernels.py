@@ -4,12 +4,14 @@ import copy
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 
+import torch
 from torch import nn
 
 from whet.autoselect import lines_of, result_of
 from whet.choices import Choices
 from whet.lock import Lock
 from whet.op import Call, discover
+from whet.swap._optimize import REACH
 from whet.tune import DECIDED, modes_here, tune
 from whet.workload import Workload, asks
 
@@ -89,7 +91,8 @@ def select(
     if not asks(work.model):
         return KernelChoices()
     calls = work.calls()
-    found = tune(calls, lock, progress=progress, seconds=seconds) if tuned else None
+    reach = None if torch.cuda.is_available() else REACH  # without one only what can be chosen is verified
+    found = tune(calls, lock, progress=progress, seconds=seconds, reach=reach) if tuned else None
     by_mode = found.choices if found else {mode: Choices() for mode in (*modes_here(), "compile", "compile + graph")}
     by_mode = {mode: forced(choices, calls, force) for mode, choices in by_mode.items()}
     return KernelChoices(calls, by_mode, found.entries if found else {}, lock, dict(force), tuned=tuned)

@@ -2,6 +2,7 @@
 
 import contextlib
 import importlib
+import importlib.util
 import json
 import math
 import os
@@ -41,15 +42,17 @@ class RunLog:
         self.tensorboard: Any = None
         self.wandb: Any = None
 
-    def start(self, facts: dict, tensorboard: bool, wandb: str) -> None:
-        """run.json, and the trackers that were asked for; one that cannot be had is an error before any step."""
+    def start(self, facts: dict, tensorboard: bool, wandb: str, step: int = 0) -> None:
+        """run.json, and the trackers that were asked for; one that cannot be had is an error before any step.
+
+        step   from which the run goes on: TensorBoard hides what an earlier process wrote of later ones
+        """
         if not self.writes:
             return
-        writer = self._package("torch.utils.tensorboard", "tensorboard") if tensorboard else None
-        package = self._package("wandb", "wandb") if wandb else None
+        writer, package = self.packages(tensorboard, wandb)
         self.facts(facts)  # once nothing is missing: a folder with run.json is a run
         if writer is not None:
-            self.tensorboard = writer.SummaryWriter(str(self.folder / "tensorboard"))
+            self.tensorboard = writer.SummaryWriter(str(self.folder / "tensorboard"), purge_step=step + 1 if step else None)
         if package is not None:
             where: Any = dict(name=self.folder.name, dir=str(self.folder), mode=wandb, id=facts["id"], resume="allow")
             try:
@@ -58,12 +61,22 @@ class RunLog:
                 fix = f"begin with --resume and run.wandb=offline, or without it; {self.folder} has no step yet"
                 raise ValueError(f"train: run.wandb={wandb}: {error_line(e)}; {fix}") from None
 
+    def packages(self, tensorboard: bool, wandb: str) -> tuple[Any, Any]:
+        """Those of the trackers that are asked for; None for the others. ValueError where one is missing."""
+        asked = {"torch.utils.tensorboard": ("tensorboard", tensorboard), "wandb": ("wandb", wandb)}
+        writer, package = (self._package(m, name) if self.writes and on else None for m, (name, on) in asked.items())
+        return writer, package
+
     @staticmethod
     def _package(module: str, name: str) -> Any:
         try:
             return importlib.import_module(module)
-        except ImportError:
-            raise ValueError(f"train: run.{name} needs the package {name}: pip install {name}") from None
+        except ImportError as e:
+            if importlib.util.find_spec(name):
+                why = f"the package {name}, which cannot be imported: {error_line(e)}; pip install --upgrade {name}"
+            else:
+                why = f"the package {name}, which is not installed: pip install {name}, or whet with its extra, whet[{name}]"
+            raise ValueError(f"train: run.{name} needs {why}") from None
 
     def facts(self, facts: dict) -> None:
         """Write run.json."""
@@ -102,8 +115,8 @@ class RunLog:
             with open(self.path, "a") as f:
                 f.write(json.dumps(plain) + "\n")
         except OSError as e:
-            why = f"{self.path} cannot be written: {e.strerror or e}; earlier checkpoints are intact"
-            raise ValueError(f"train: {why}") from None
+            fix = "checkpoints are intact; once there is room, go on with --resume"
+            raise ValueError(f"train: {self.path} cannot be written: {e.strerror or e}; {fix}") from None
         self._track(line)
 
     def _track(self, line: dict) -> None:
@@ -125,14 +138,17 @@ class RunLog:
 
     def choices(self, text: str, figures: dict[str, float]) -> None:
         """The kernel choices, into the run summary of whatever tracker is open."""
-        if self.writes and (self.tensorboard is not None or self.wandb is not None):
+        if self.tensorboard is not None:
             log_choices("kernels", text, figures, self.tensorboard)
+        if self.wandb is not None:
+            log_choices("kernels", text, figures)
 
     def close(self) -> None:
+        """Trackers too; a run that an exception ends is shown as failed."""
         if self.tensorboard is not None:
             self.tensorboard.close()
         if self.wandb is not None:
-            self.wandb.finish()
+            self.wandb.finish(exit_code=int(sys.exc_info()[0] is not None))
 
 
 def step_line(at: dict, unit: str = "tok") -> str:

@@ -267,3 +267,4 @@ def retuned(run: Training) -> None:
     run.stepper.reset()
     planned(run)
     run.log.event(run.step, "retune", f"kernels timed again: {'; '.join(changed)}")
+    run.log.choices(str(again.table()), {})

@@ -2,6 +2,7 @@
 
 import contextlib
 import math
+import os
 import secrets
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -97,6 +98,10 @@ def check_folder(folder: Path, resume: bool) -> None:
         raise ValueError(f"train: {folder} cannot be a run's folder: {e.strerror}; name another with --name") from None
     if wrong:
         raise ValueError(f"train: {folder} is a file, and a run is a folder; name another with --name")
+    above = next(p for p in (folder, *folder.absolute().parents) if p.exists())
+    if not above.is_dir() or not os.access(above, os.W_OK | os.X_OK):
+        why = "is write-protected" if above.is_dir() else "is no folder"
+        raise ValueError(f"train: {folder} cannot be a run's folder: {above} {why}; name another with --name or --runs")
     if there and not resume:
         raise ValueError(f"train: {folder} holds a run already; go on with --resume, or name another with --name")
 
@@ -120,6 +125,7 @@ def prepared(
         made.model.config.use_cache = False  # type: ignore[union-attr]
     made.model = world.wrapped(made.model)
     log = RunLog(folder, world.rank == 0, say)
+    log.packages(recipe.run.tensorboard, recipe.run.wandb)  # before kernels are chosen, which takes minutes
     optimizer = make(made.model, recipe.optim)
     if recipe.run.val_batches and (held := shards.sequences("val", t.seq_len)) < world.size:
         log.say(f"no validation: {held} sequences of {t.seq_len} + 1 tokens are held out; raise data.val")
@@ -155,6 +161,9 @@ def started(run: Training, found: Path | None, resume: bool, lock: Lock | None) 
     model = plain(run.made.model)
     blocks = checkpoint_blocks(model, example, t.checkpointed_blocks)
     tuned = run.device == "cuda" if recipe.kernels.tune is None else recipe.kernels.tune
+    if tuned and run.device == "cpu":
+        how = "which takes minutes, once: the lock keeps what is found; without --tune PyTorch's own calls serve"
+        run.log.say(f"kernels: PyTorch's and torch.compile's are timed on this CPU, {how}")
     if recipe.model.path and tuned and run.world.mode == "fsdp":
         run.log.say("kernels: the folder's own parts, since whet.optimize proves them on whole weights, and these are sharded")
     elif recipe.model.path and tuned:
@@ -180,7 +189,7 @@ def started(run: Training, found: Path | None, resume: bool, lock: Lock | None) 
         "data": {"fingerprint": run.shards.fingerprint(), "tokens": run.shards.total, "source": run.shards.source},
         "choices": run.kernels.table(), "checkpointed_blocks": blocks,
     }
-    run.log.start(facts, recipe.run.tensorboard, recipe.run.wandb)
+    run.log.start(facts, recipe.run.tensorboard, recipe.run.wandb, run.step)
     run.log.choices(str(run.kernels.table()), {"parameters": run.made.parameters})
     if resume:
         run.log.cut_back(run.step)
