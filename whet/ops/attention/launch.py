@@ -12,7 +12,7 @@ from whet.ops.attention import fp8, hybrid
 from whet.ops.attention.backward import backward
 from whet.ops.attention.common import LN2, Tile, block_d, has_descriptors, shaped
 from whet.ops.attention.forward import forward
-from whet.ops.attention.fused import PARTIAL_LIMIT, fused, one_tile, partial_bytes
+from whet.ops.attention.fused import fused, one_tile
 from whet.ops.attention.meaning import NO_FP8, any_blind, dtype_of, scale_of, span
 from whet.torch_ops import Fused
 
@@ -109,6 +109,11 @@ def launch_backward(do, dlse, q, k, v, o, lse, scale, offset, left, right, tile)
     return backward(do, dlse, q, k, v, o, lse, scale, offset, left, right, *tiles_of(q, tile)[1:])
 
 
+def launch_fused_forward(q, k, v, scale, offset, left, right, tile):
+    """Its tile is the backward's alone."""
+    return launch_forward(q, k, v, scale, offset, left, right, "")
+
+
 def launch_fused(do, dlse, q, k, v, o, lse, scale, offset, left, right, tile):
     if fits_one_tile(q, k) or not (q.numel() and k.numel()):
         return launch_backward(do, dlse, q, k, v, o, lse, scale, offset, left, right, "")
@@ -168,7 +173,7 @@ def registered(name, impl, run_forward, run_backward, fake=_fake, fake_backward=
 
 
 TWO_PASS = registered("attention", "triton", launch_forward, launch_backward)
-ONE_PASS = registered("attention_fused_bwd", "triton_fused_bwd", launch_forward, launch_fused)
+ONE_PASS = registered("attention_fused_bwd", "triton_fused_bwd", launch_fused_forward, launch_fused)
 CUDNNS = registered("attention_cudnn_bwd", "triton_cudnn_bwd", launch_forward, launch_hybrid)
 IN_FP8 = registered("attention_fp8", "triton_fp8", fp8.forward, launch_fp8_backward, _fake_fp8, _fake_fp8_backward)
 
@@ -195,14 +200,6 @@ def refuses(q, k, v, causal=None, window=None, scale=None, return_lse=False, pre
     if precision is not None:
         return NO_FP8
     return kernel_refuses(q, k, v, causal, window, scale, return_lse, precision)
-
-
-def fused_refuses(q, k, v, causal=None, window=None, scale=None, return_lse=False, precision=None):
-    if reason := refuses(q, k, v, causal, window, scale, return_lse, precision):
-        return reason
-    if (needed := partial_bytes(q, k, fused_tile(q, ""))) > PARTIAL_LIMIT:
-        return f"the partial sums of dq would take {needed / 2**30:.1f} GiB, more than {PARTIAL_LIMIT >> 30}"
-    return None
 
 
 def hybrid_refuses(q, k, v, causal=None, window=None, scale=None, return_lse=False, precision=None):
@@ -240,8 +237,8 @@ IMPLS = {
         "168 registers, or the Gluon backward has a window",
     ),
     "triton_fused_bwd": Impl(
-        runner(ONE_PASS), fused_refuses, needs="triton", words="whet's own kernel, its backward in one pass",
-        limits=("precision='fp8'", *LIMITS, "more than 4 GiB of partial sums of dq"),
+        runner(ONE_PASS), refuses, needs="triton", words="whet's own kernel, its backward in one pass",
+        limits=("precision='fp8'", *LIMITS),
         spills="five products share one program's registers: at head sizes over 64, and in float32",
     ),
     "triton_cudnn_bwd": Impl(
