@@ -127,6 +127,16 @@ def put_rows(x, b, h, first, value, ROWS: tl.constexpr, BLOCK_D: tl.constexpr):
 
 
 @triton.jit
+def add_rows(x, b, h, first, value, ROWS: tl.constexpr, BLOCK_D: tl.constexpr):
+    """Add rows of one head to x where it lies in L2: like `put_rows`, of fp32. It may still be under way at the end."""
+    if hasattr(x, "load"):
+        x.atomic_add([b, h, first, 0], value.reshape(1, 1, ROWS, BLOCK_D))
+    else:
+        at, inside = _places(x, b, h, first, ROWS, BLOCK_D)
+        tl.atomic_add(at, value, mask=inside, sem="relaxed")
+
+
+@triton.jit
 def _places(x, b, h, first, ROWS: tl.constexpr, BLOCK_D: tl.constexpr):
     start = x[0] + tl.cast(b, tl.int64) * x[1] + tl.cast(h, tl.int64) * x[2] + tl.cast(first, tl.int64) * x[3]
     row, d = tl.arange(0, ROWS), tl.arange(0, BLOCK_D)
@@ -141,7 +151,11 @@ def has_descriptors() -> bool:
 
 def view(x: torch.Tensor, rows: int) -> TensorDescriptor | tuple:
     """A tensor as kernels take it: a descriptor of blocks of `rows` rows, or a pointer, strides and sizes."""
-    return described(x, rows) if has_descriptors() else (x, *x.stride()[:3], *x.shape[2:])
+    return described(x, rows) if has_descriptors() else pointed(x)
+
+
+def pointed(x: torch.Tensor) -> tuple:
+    return x, *x.stride()[:3], *x.shape[2:]
 
 
 def described(x: torch.Tensor, rows: int) -> TensorDescriptor:

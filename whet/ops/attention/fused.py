@@ -5,14 +5,16 @@ import triton
 import triton.language as tl
 
 from whet.launch import launcher
-from whet.ops._turns import pass_turn, polls_in_ptx, ticket, wait_for_turn
+from whet.ops._turns import pass_turn, ticket, wait_for_turn, waits_by
 from whet.ops.attention.backward import partials, row_delta, splits, summed
 from whet.ops.attention.common import (
     LOG2E,
     ONE_BY_LN2,
     Tile,
+    add_rows,
     block_d,
     cut,
+    described,
     dot,
     dot_add,
     edges,
@@ -20,6 +22,7 @@ from whet.ops.attention.common import (
     limits,
     lone,
     lone_places,
+    pointed,
     put_rows,
     ready,
     rows_of,
@@ -78,28 +81,30 @@ def _one_tile_kernel(
 
 @triton.jit
 def _fused_tiles(
-    dk, dv, k, v, q_view, do_view, lse_ptr, delta_ptr, dq_ptr, turn_ptr, b, h, j, block, lo, hi, head, Lq, Lk,
-    rate, offset, first_lone, last_lone, left, right,
-    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr,
-    HAS_LEFT: tl.constexpr, HAS_RIGHT: tl.constexpr, MASKED: tl.constexpr, IN_PTX: tl.constexpr,
+    dk, dv, passed_ptr, passed, k, v, q_view, do_view, lse_ptr, delta_ptr, dq_view, turn_ptr, b, kv, j, block, lo, hi, heads, tiles,
+    Lq, Lk, rate, offset, first_lone, last_lone, left, right,
+    GROUP: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr,
+    HAS_LEFT: tl.constexpr, HAS_RIGHT: tl.constexpr, MASKED: tl.constexpr, BY: tl.constexpr,
 ):
-    """dk and dv after the queries [lo, hi), the last ones first; their share of dq is added in its turn.
+    """dk and dv after the queries [lo, hi) of all heads of a group, the last ones first; their share of dq is added in its turn.
 
-    ds is masked as in `_dkdv_tiles`. dq and turns lie tile by tile, from this head's first on.
+    A turn is passed on a tile later, when what it waits for has long been added. ds is masked as in `_dkdv_tiles`.
     """
-    tiles = tl.cdiv(tl.maximum(hi - lo, 0), BLOCK_M)
-    within = tl.arange(0, BLOCK_M)[:, None] * BLOCK_D + tl.arange(0, BLOCK_D)[None, :]
-    for t in tl.range(tiles):
-        m = lo + (tiles - 1 - t) * BLOCK_M
+    count = tl.cdiv(tl.maximum(hi - lo, 0), BLOCK_M)
+    for t in tl.range(count * GROUP):
+        m = lo + (count - 1 - t // GROUP) * BLOCK_M
+        h = kv * GROUP + t % GROUP
+        head = (b * heads + h).to(tl.int64)
         row = m + tl.arange(0, BLOCK_M)
         q = rows_of(q_view, b, h, m, BLOCK_M, BLOCK_D)
         do = rows_of(do_view, b, h, m, BLOCK_M, BLOCK_D)
-        lse = tl.load(lse_ptr + head + row, mask=row < Lq, other=0.0)
+        lse = tl.load(lse_ptr + head * Lq + row, mask=row < Lq, other=0.0)
         p = tl.exp2(dot(k, q.T) * rate - lse[None, :])
         if MASKED:
             p = tl.where(seen((row + offset)[None, :], j[:, None], Lk, left, right, HAS_LEFT, HAS_RIGHT), p, 0.0)
+        pass_turn(passed_ptr, passed, BY)
         dv = dot_add(dv, p.to(do.dtype), do)
-        delta = tl.load(delta_ptr + head + row, mask=row < Lq, other=0.0)
+        delta = tl.load(delta_ptr + head * Lq + row, mask=row < Lq, other=0.0)
         ds = p * (dot(v, do.T) - delta[None, :])
         if MASKED and (HAS_LEFT or HAS_RIGHT):
             ds = tl.where((p == 0.0) | lone(row + offset, first_lone, last_lone)[None, :], 0.0, ds)
@@ -109,21 +114,21 @@ def _fused_tiles(
         turn = block
         if HAS_LEFT:
             turn = block - tl.maximum(m + offset - left, 0) // BLOCK_N  # blocks of keys before that no query here sees
-        tile = m // BLOCK_M
-        wait_for_turn(turn_ptr + tile, turn, IN_PTX)
-        tl.atomic_add(dq_ptr + tile.to(tl.int64) * (BLOCK_M * BLOCK_D) + within, dq, sem="relaxed")
-        pass_turn(turn_ptr + tile, turn, IN_PTX)
-    return dk, dv
+        passed_ptr = turn_ptr + head * tiles + m // BLOCK_M
+        passed = turn + 1
+        wait_for_turn(passed_ptr, turn, BY)
+        add_rows(dq_view, b, h, m, dq, BLOCK_M, BLOCK_D)
+    return dk, dv, passed_ptr, passed
 
 
 @triton.jit
 def _fused_kernel(
     q_view, k_view, v_view, do_view, lse_ptr, delta_ptr,  # inputs
-    dq_ptr, dk_view, dv_view,  # outputs; dq in fp32, tile by tile, unscaled, and zero at first
-    turn_ptr,  # zeros: a turn for every tile of dq, then the programs' ticket
+    dq_view, dk_view, dv_view,  # outputs; dq in fp32, unscaled, and zero at first
+    turn_ptr,  # zeros: a turn for every tile of dq, then the programs' ticket, then one that nobody waits for
     B, Hkv, Lq, Lk, scale, rate, offset, first_lone, last_lone, left, right,
     GROUP: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr,
-    HAS_LEFT: tl.constexpr, HAS_RIGHT: tl.constexpr, IN_PTX: tl.constexpr,
+    HAS_LEFT: tl.constexpr, HAS_RIGHT: tl.constexpr, BY: tl.constexpr,
 ):
     """dq, dk and dv in one launch.  One program, BLOCK_N keys of a head and all queries that see them, the last ones first.
 
@@ -132,7 +137,8 @@ def _fused_kernel(
     Rounds  p and ds to the storage dtype before their products, dk and dv at the store; sums in fp32, in the order of the keys.
     """
     tiles = tl.cdiv(Lq, BLOCK_M)
-    item = ticket(turn_ptr + B * Hkv * GROUP * tiles)
+    spare_ptr = turn_ptr + tl.cast(B * Hkv * GROUP, tl.int64) * tiles
+    item = ticket(spare_ptr)
     # A block of keys adds after the one before it: that one has an earlier ticket, and the heads between keep them apart.
     block, bh = item // (B * Hkv), item % (B * Hkv)
     b, kv = bh // Hkv, bh % Hkv
@@ -150,23 +156,24 @@ def _fused_kernel(
     v = rows_of(v_view, b, kv, first, BLOCK_N, BLOCK_D)
     dk = tl.zeros((BLOCK_N, BLOCK_D), dtype=tl.float32)
     dv = tl.zeros((BLOCK_N, BLOCK_D), dtype=tl.float32)
-    for g in range(GROUP):
-        h = kv * GROUP + g
-        head = (b * Hkv * GROUP + h).to(tl.int64)
-        dq_at, turns, head = dq_ptr + head * tiles * (BLOCK_M * BLOCK_D), turn_ptr + head * tiles, head * Lq
-        if HAS_LEFT:
-            dk, dv = _fused_tiles(
-                dk, dv, k, v, q_view, do_view, lse_ptr, delta_ptr, dq_at, turns, b, h, j, block, full_hi, hi, head, Lq, Lk,
-                rate, offset, first_lone, last_lone, left, right, BLOCK_M, BLOCK_N, BLOCK_D, HAS_LEFT, HAS_RIGHT, True, IN_PTX,
-            )
-        dk, dv = _fused_tiles(
-            dk, dv, k, v, q_view, do_view, lse_ptr, delta_ptr, dq_at, turns, b, h, j, block, full_lo, full_hi, head, Lq, Lk,
-            rate, offset, first_lone, last_lone, left, right, BLOCK_M, BLOCK_N, BLOCK_D, HAS_LEFT, HAS_RIGHT, False, IN_PTX,
+    passed_ptr, passed = spare_ptr + 1, 0
+    if HAS_LEFT:
+        dk, dv, passed_ptr, passed = _fused_tiles(
+            dk, dv, passed_ptr, passed, k, v, q_view, do_view, lse_ptr, delta_ptr, dq_view, turn_ptr, b, kv, j, block, full_hi, hi,
+            Hkv * GROUP, tiles, Lq, Lk, rate, offset, first_lone, last_lone, left, right,
+            GROUP, BLOCK_M, BLOCK_N, BLOCK_D, HAS_LEFT, HAS_RIGHT, True, BY,
         )
-        dk, dv = _fused_tiles(
-            dk, dv, k, v, q_view, do_view, lse_ptr, delta_ptr, dq_at, turns, b, h, j, block, lo, full_lo, head, Lq, Lk,
-            rate, offset, first_lone, last_lone, left, right, BLOCK_M, BLOCK_N, BLOCK_D, HAS_LEFT, HAS_RIGHT, True, IN_PTX,
-        )
+    dk, dv, passed_ptr, passed = _fused_tiles(
+        dk, dv, passed_ptr, passed, k, v, q_view, do_view, lse_ptr, delta_ptr, dq_view, turn_ptr, b, kv, j, block, full_lo, full_hi,
+        Hkv * GROUP, tiles, Lq, Lk, rate, offset, first_lone, last_lone, left, right,
+        GROUP, BLOCK_M, BLOCK_N, BLOCK_D, HAS_LEFT, HAS_RIGHT, False, BY,
+    )
+    dk, dv, passed_ptr, passed = _fused_tiles(
+        dk, dv, passed_ptr, passed, k, v, q_view, do_view, lse_ptr, delta_ptr, dq_view, turn_ptr, b, kv, j, block, lo, full_lo,
+        Hkv * GROUP, tiles, Lq, Lk, rate, offset, first_lone, last_lone, left, right,
+        GROUP, BLOCK_M, BLOCK_N, BLOCK_D, HAS_LEFT, HAS_RIGHT, True, BY,
+    )
+    pass_turn(passed_ptr, passed, BY)
     put_rows(dk_view, b, kv, first, dk * scale, BLOCK_N, BLOCK_D)
     put_rows(dv_view, b, kv, first, dv, BLOCK_N, BLOCK_D)
 
@@ -195,14 +202,16 @@ def fused(do, dlse, q, k, v, o, lse, scale, offset, left, right, tile: Tile):
     q, k, v, do = ready(q), ready(k), ready(v), ready(do)
     dq, dk, dv = like(q, D), like(k, D), like(v, D)
     delta = row_delta(o, do, dlse)
-    tiles, BLOCK_D = triton.cdiv(Lq, tile.M), block_d(q.shape[3])
-    sums = q.new_zeros((B, H, tiles * tile.M, BLOCK_D), dtype=torch.float32)
-    turns = q.new_zeros(B * H * tiles + 1, dtype=torch.int32)
+    BLOCK_D = block_d(q.shape[3])
+    tiles = triton.cdiv(Lq, tile.M)
+    sums = q.new_zeros((B, H, Lq, BLOCK_D), dtype=torch.float32)
+    turns = q.new_zeros(B * H * tiles + 2, dtype=torch.int32)
+    by = waits_by()
     launcher(_fused_kernel)[(B * Hkv * triton.cdiv(Lk, tile.N),)](
         view(q, tile.M), view(k, tile.N), view(v, tile.N), view(do, tile.M), lse, delta,
-        sums, view(dk, tile.N), view(dv, tile.N), turns,
+        described(sums, tile.M) if by == "bulk" else pointed(sums), view(dk, tile.N), view(dv, tile.N), turns,
         B, Hkv, Lq, Lk, scale, scale * LOG2E, offset, *lone_places(left, right, Lk, dlse), **limits(left, right),
-        GROUP=H // Hkv, BLOCK_D=BLOCK_D, IN_PTX=polls_in_ptx(), **tile.options,
+        GROUP=H // Hkv, BLOCK_D=BLOCK_D, BY=by, **tile.options,
     )
-    torch.mul(sums[:, :, :Lq, : q.shape[3]], scale, out=dq)
+    torch.mul(sums[..., : dq.shape[3]], scale, out=dq)
     return cut(dq, D), cut(dk, D), cut(dv, D)
