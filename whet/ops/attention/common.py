@@ -108,7 +108,7 @@ def block_d(D: int) -> int:
 @triton.jit
 def rows_of(x, b, h, first, ROWS: tl.constexpr, BLOCK_D: tl.constexpr):
     """ROWS rows of one head, zeros past its last row and column. x is what `view` makes of a tensor."""
-    if hasattr(x, "load"):
+    if isinstance(x, tl.core.tensor_descriptor_base):
         tile = x.load([b, h, first, 0]).reshape(ROWS, BLOCK_D)
     else:
         at, inside = _places(x, b, h, first, ROWS, BLOCK_D)
@@ -119,7 +119,7 @@ def rows_of(x, b, h, first, ROWS: tl.constexpr, BLOCK_D: tl.constexpr):
 @triton.jit
 def put_rows(x, b, h, first, value, ROWS: tl.constexpr, BLOCK_D: tl.constexpr):
     """Store rows of one head, rounded to x's dtype; those past its last row or column are dropped."""
-    if hasattr(x, "load"):
+    if isinstance(x, tl.core.tensor_descriptor_base):
         x.store([b, h, first, 0], value.to(x.dtype).reshape(1, 1, ROWS, BLOCK_D))
     else:
         at, inside = _places(x, b, h, first, ROWS, BLOCK_D)
@@ -129,7 +129,7 @@ def put_rows(x, b, h, first, value, ROWS: tl.constexpr, BLOCK_D: tl.constexpr):
 @triton.jit
 def add_rows(x, b, h, first, value, ROWS: tl.constexpr, BLOCK_D: tl.constexpr):
     """Add rows of one head to x where it lies in L2: like `put_rows`, of fp32. It may still be under way at the end."""
-    if hasattr(x, "load"):
+    if isinstance(x, tl.core.tensor_descriptor_base):
         x.atomic_add([b, h, first, 0], value.reshape(1, 1, ROWS, BLOCK_D))
     else:
         at, inside = _places(x, b, h, first, ROWS, BLOCK_D)
