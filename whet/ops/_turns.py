@@ -1,11 +1,11 @@
 """Programs that add to one place in a fixed order: each waits for its turn, adds, and passes the turn on.
 
-A turn is an int32 that starts at 0 and counts those who have added. The sums have the same bits in every run, since their order
-is the same. Whoever waits must wait only for programs that started before it: `ticket` numbers programs in the order they start.
+A turn is an int32 that starts at 0 and counts those who have added. The sums have the same bits in every run, since their
+order is the same. Whoever waits must wait only for programs that started before it: `ticket` numbers them as they start.
 
 `BY` says with what the GPU at hand waits. "bulk", Hopper and newer: loops in PTX around sums that the copy engine adds, by
-`descriptor.atomic_add`; "ptx", older NVIDIA GPUs: the same around atomics; "atomics": Triton's own, anywhere. Triton pipelines no
-loop that has another loop or a barrier in it, but takes PTX for one instruction.
+`descriptor.atomic_add`; "ptx", older NVIDIA GPUs: the same around atomics; "atomics": Triton's own, anywhere. Triton pipelines
+no loop that has another loop or a barrier in it, but takes PTX for one instruction.
 """
 
 import triton

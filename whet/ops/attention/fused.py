@@ -29,6 +29,7 @@ from whet.ops.attention.common import (
     seen,
     view,
 )
+from whet.ops.attention.hopper_fused import fused_hopper
 
 
 @triton.jit
@@ -81,12 +82,12 @@ def _one_tile_kernel(
 
 @triton.jit
 def _fused_tiles(
-    dk, dv, passed_ptr, passed, k, v, q_view, do_view, lse_ptr, delta_ptr, dq_view, turn_ptr, b, kv, j, block, lo, hi, heads, tiles,
-    Lq, Lk, rate, offset, first_lone, last_lone, left, right,
+    dk, dv, passed_ptr, passed, k, v, q_view, do_view, lse_ptr, delta_ptr, dq_view, turn_ptr, b, kv, j, block, lo, hi,
+    heads, tiles, Lq, Lk, rate, offset, first_lone, last_lone, left, right,
     GROUP: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr,
     HAS_LEFT: tl.constexpr, HAS_RIGHT: tl.constexpr, MASKED: tl.constexpr, BY: tl.constexpr,
 ):
-    """dk and dv after the queries [lo, hi) of all heads of a group, the last ones first; their share of dq is added in its turn.
+    """dk and dv after the queries [lo, hi) of a group's heads, the last ones first; their share of dq is added in its turn.
 
     A turn is passed on a tile later, when what it waits for has long been added. ds is masked as in `_dkdv_tiles`.
     """
@@ -159,18 +160,18 @@ def _fused_kernel(
     passed_ptr, passed = spare_ptr + 1, 0
     if HAS_LEFT:
         dk, dv, passed_ptr, passed = _fused_tiles(
-            dk, dv, passed_ptr, passed, k, v, q_view, do_view, lse_ptr, delta_ptr, dq_view, turn_ptr, b, kv, j, block, full_hi, hi,
-            Hkv * GROUP, tiles, Lq, Lk, rate, offset, first_lone, last_lone, left, right,
+            dk, dv, passed_ptr, passed, k, v, q_view, do_view, lse_ptr, delta_ptr, dq_view, turn_ptr, b, kv, j, block,
+            full_hi, hi, Hkv * GROUP, tiles, Lq, Lk, rate, offset, first_lone, last_lone, left, right,
             GROUP, BLOCK_M, BLOCK_N, BLOCK_D, HAS_LEFT, HAS_RIGHT, True, BY,
         )
     dk, dv, passed_ptr, passed = _fused_tiles(
-        dk, dv, passed_ptr, passed, k, v, q_view, do_view, lse_ptr, delta_ptr, dq_view, turn_ptr, b, kv, j, block, full_lo, full_hi,
-        Hkv * GROUP, tiles, Lq, Lk, rate, offset, first_lone, last_lone, left, right,
+        dk, dv, passed_ptr, passed, k, v, q_view, do_view, lse_ptr, delta_ptr, dq_view, turn_ptr, b, kv, j, block,
+        full_lo, full_hi, Hkv * GROUP, tiles, Lq, Lk, rate, offset, first_lone, last_lone, left, right,
         GROUP, BLOCK_M, BLOCK_N, BLOCK_D, HAS_LEFT, HAS_RIGHT, False, BY,
     )
     dk, dv, passed_ptr, passed = _fused_tiles(
-        dk, dv, passed_ptr, passed, k, v, q_view, do_view, lse_ptr, delta_ptr, dq_view, turn_ptr, b, kv, j, block, lo, full_lo,
-        Hkv * GROUP, tiles, Lq, Lk, rate, offset, first_lone, last_lone, left, right,
+        dk, dv, passed_ptr, passed, k, v, q_view, do_view, lse_ptr, delta_ptr, dq_view, turn_ptr, b, kv, j, block,
+        lo, full_lo, Hkv * GROUP, tiles, Lq, Lk, rate, offset, first_lone, last_lone, left, right,
         GROUP, BLOCK_M, BLOCK_N, BLOCK_D, HAS_LEFT, HAS_RIGHT, True, BY,
     )
     pass_turn(passed_ptr, passed, BY)
@@ -198,20 +199,25 @@ def one_tile(do, dlse, q, k, v, o, lse, scale, offset, left, right, tile: Tile):
 
 def fused(do, dlse, q, k, v, o, lse, scale, offset, left, right, tile: Tile):
     B, H, Lq, D = q.shape
-    Hkv, Lk = k.shape[1:3]
     q, k, v, do = ready(q), ready(k), ready(v), ready(do)
     dq, dk, dv = like(q, D), like(k, D), like(v, D)
     delta = row_delta(o, do, dlse)
-    BLOCK_D = block_d(q.shape[3])
-    tiles = triton.cdiv(Lq, tile.M)
-    sums = q.new_zeros((B, H, Lq, BLOCK_D), dtype=torch.float32)
+    tiles, BLOCK_D = triton.cdiv(Lq, tile.M), block_d(q.shape[3])
+    sums = q.new_zeros((B, H, tiles * tile.M, BLOCK_D), dtype=torch.float32)
     turns = q.new_zeros(B * H * tiles + 2, dtype=torch.int32)
+    places = lone_places(left, right, k.shape[2], dlse)
+    given = (sums, dk, dv, turns, q, k, v, do, lse, delta, scale, offset, places, left, right, tile)
+    (fused_hopper if tile.gluon else launch_fused)(*given)
+    torch.mul(sums[:, :, :Lq, : dq.shape[3]], scale, out=dq)
+    return cut(dq, D), cut(dk, D), cut(dv, D)
+
+
+def launch_fused(sums, dk, dv, turns, q, k, v, do, lse, delta, scale, offset, places, left, right, tile: Tile) -> None:
+    (B, H, Lq, _), (Hkv, Lk) = q.shape, k.shape[1:3]
     by = waits_by()
     launcher(_fused_kernel)[(B * Hkv * triton.cdiv(Lk, tile.N),)](
         view(q, tile.M), view(k, tile.N), view(v, tile.N), view(do, tile.M), lse, delta,
         described(sums, tile.M) if by == "bulk" else pointed(sums), view(dk, tile.N), view(dv, tile.N), turns,
-        B, Hkv, Lq, Lk, scale, scale * LOG2E, offset, *lone_places(left, right, Lk, dlse), **limits(left, right),
-        GROUP=H // Hkv, BLOCK_D=BLOCK_D, BY=by, **tile.options,
+        B, Hkv, Lq, Lk, scale, scale * LOG2E, offset, *places, **limits(left, right),
+        GROUP=H // Hkv, BLOCK_D=sums.shape[3], BY=by, **tile.options,
     )
-    torch.mul(sums[..., : dq.shape[3]], scale, out=dq)
-    return cut(dq, D), cut(dk, D), cut(dv, D)

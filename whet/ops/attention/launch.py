@@ -42,10 +42,10 @@ WIDE = {  # float32: three TF32 products each, which take most of the registers
     16: ("64x32w4s1/64x32w4s1/32x64w4s1",), 32: ("64x32w4s1/64x32w4s1/32x64w4s1",), 64: ("64x32w4s1/64x32w4s1/32x64w4s1",),
     128: ("64x32w4s1/64x32w8s1/32x64w8s1",), 256: ("32x16w4s1/32x16w4s1/16x32w4s1",),
 }
-# The backward of five products: its only tile, by BLOCK_D, the default first. At 64 two programs to an SM, or three that spill.
+# The backward of five products has one tile, by BLOCK_D, the default first. At 64 two programs to an SM, or three that spill.
 FUSED_HOPPER = {
-    16: ("64x64w4s2",), 32: ("64x64w4s2",), 64: ("64x64w4s2", "64x64w4s2r168", "64x128w8s2"), 128: ("64x64w8s2", "32x64w4s2"),
-    256: ("32x32w8s1",),
+    16: ("64x64w4s2",), 32: ("64x64w4s2",), 64: ("64x64w4s2", "64x64w4s2r168", "64x128w8s2", "g64x64w4s2"),
+    128: ("64x64w8s2", "32x64w4s2", "g64x128w8s2"), 256: ("32x32w8s1",),
 }
 FUSED_OTHERS = {16: "64x64w4s2", 32: "64x64w4s2", 64: "32x64w4s2", 128: "32x64w8s2", 256: "32x32w8s1"}
 FUSED_WIDE = {16: "32x32w4s1", 32: "32x32w4s1", 64: "32x32w4s1", 128: "16x16w4s1", 256: "16x16w4s1"}
@@ -142,7 +142,10 @@ def fused_table(q) -> tuple[str, ...]:
     D = block_d(q.shape[3])
     if q.dtype == torch.float32:
         return (FUSED_WIDE[D],)
-    return FUSED_HOPPER[D] if has_descriptors() else (FUSED_OTHERS[D],)
+    if not has_descriptors():
+        return (FUSED_OTHERS[D],)
+    gluon = machine.this_machine().capability < (10, 0)  # type: ignore[operator]
+    return tuple(t for t in FUSED_HOPPER[D] if gluon or not t.startswith("g"))
 
 
 def fused_tiles(q, k, v, causal=None, window=None, scale=None, return_lse=False, precision=None) -> tuple[str, ...]:
@@ -251,7 +254,8 @@ IMPLS = {
     "triton_fused_bwd": Impl(
         runner(ONE_PASS), refuses, needs="triton", tiles=fused_tiles, words="whet's own kernel, its backward in one pass",
         limits=("precision='fp8'", *LIMITS),
-        spills="five products share one program's registers: at head sizes over 64, in float32, and where a tile is held to 168",
+        spills="five products share one program's registers: at head sizes over 64, in float32, "
+        "and where a tile is held to 168",
     ),
     "triton_cudnn_bwd": Impl(
         runner(CUDNNS), hybrid_refuses, needs="cudnn", capability=(8, 0),
