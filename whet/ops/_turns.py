@@ -57,3 +57,9 @@ def pass_turn(turn_ptr, turn, BY: tl.constexpr):
             + "bar.sync 0; @first st.release.gpu.global.u32 [$1], $2; mov.u32 $0, 0; }",
             "=r,l,r,~{memory}", [turn_ptr, turn], dtype=tl.int32, is_pure=False, pack=1,
         )
+
+
+@triton.jit
+def add_in_turn(at, value, mask=None):
+    """Add to what no other program adds to until the turn is passed on."""
+    tl.atomic_add(at, value, mask=mask, sem="relaxed")

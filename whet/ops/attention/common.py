@@ -11,6 +11,7 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 
 from whet import machine
 from whet.ops._rows import power_of_two
+from whet.ops._turns import add_in_turn
 
 INTERPRETED = tl.constexpr(triton.knobs.runtime.interpret)
 # fp32 operands as three TF32 products, 22 of 24 bits: without tensor cores a tile of them does not fit the registers.
@@ -128,12 +129,12 @@ def put_rows(x, b, h, first, value, ROWS: tl.constexpr, BLOCK_D: tl.constexpr):
 
 @triton.jit
 def add_rows(x, b, h, first, value, ROWS: tl.constexpr, BLOCK_D: tl.constexpr):
-    """Add rows of one head to x where it lies in L2: like `put_rows`, of fp32. It may still be under way at the end."""
+    """Add rows of one head to x, in fp32, in this program's turn, which is passed on when all has arrived."""
     if isinstance(x, tl.core.tensor_descriptor_base):
         x.atomic_add([b, h, first, 0], value.reshape(1, 1, ROWS, BLOCK_D))
     else:
         at, inside = _places(x, b, h, first, ROWS, BLOCK_D)
-        tl.atomic_add(at, value, mask=inside, sem="relaxed")
+        add_in_turn(at, value, inside)
 
 
 @triton.jit

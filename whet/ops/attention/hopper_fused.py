@@ -13,7 +13,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 
 from whet.launch import launcher
-from whet.ops._turns import pass_turn, ticket, wait_for_turn
+from whet.ops._turns import add_in_turn, pass_turn, ticket, wait_for_turn
 from whet.ops.attention.common import LOG2E, Tile, limits
 from whet.ops.attention.hopper import _lone, _seen, _sizes, shared, shared_layout
 
@@ -162,7 +162,7 @@ def _fused_hopper_kernel(
         dk, dq = warpgroup_mma_wait(0, deps=[dk, dq])
         dk = warpgroup_mma_init(dk)
         dq_at = dq_ptr + tile.to(gl.int64) * (BLOCK_M * BLOCK_D)
-        gl.atomic_add(dq_at + i_q[:, None] * BLOCK_D + d_q[None, :], dq, sem="relaxed")
+        add_in_turn(dq_at + i_q[:, None] * BLOCK_D + d_q[None, :], dq)
         g = g1
         i = i1
     dk_out, dv_out = warpgroup_mma_wait(0, deps=[dk, dv])
