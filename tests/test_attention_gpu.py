@@ -37,7 +37,7 @@ def needs_gib(needed):
 
 
 def taken(impl, args):
-    """The arguments, or a skip where the impl refuses them: the fused backward has a limit on its partial sums."""
+    """The arguments, or a skip where the impl refuses them."""
     if reason := OP.impls[impl].refuses(**args):
         pytest.skip(f"refused: {reason}")
     return args

@@ -11,6 +11,7 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 
 from whet import machine
 from whet.ops._rows import power_of_two
+from whet.ops._turns import add_in_turn
 
 INTERPRETED = tl.constexpr(triton.knobs.runtime.interpret)
 # fp32 operands as three TF32 products, 22 of 24 bits: without tensor cores a tile of them does not fit the registers.
@@ -108,7 +109,7 @@ def block_d(D: int) -> int:
 @triton.jit
 def rows_of(x, b, h, first, ROWS: tl.constexpr, BLOCK_D: tl.constexpr):
     """ROWS rows of one head, zeros past its last row and column. x is what `view` makes of a tensor."""
-    if hasattr(x, "load"):
+    if isinstance(x, tl.core.tensor_descriptor_base):
         tile = x.load([b, h, first, 0]).reshape(ROWS, BLOCK_D)
     else:
         at, inside = _places(x, b, h, first, ROWS, BLOCK_D)
@@ -119,11 +120,21 @@ def rows_of(x, b, h, first, ROWS: tl.constexpr, BLOCK_D: tl.constexpr):
 @triton.jit
 def put_rows(x, b, h, first, value, ROWS: tl.constexpr, BLOCK_D: tl.constexpr):
     """Store rows of one head, rounded to x's dtype; those past its last row or column are dropped."""
-    if hasattr(x, "load"):
+    if isinstance(x, tl.core.tensor_descriptor_base):
         x.store([b, h, first, 0], value.to(x.dtype).reshape(1, 1, ROWS, BLOCK_D))
     else:
         at, inside = _places(x, b, h, first, ROWS, BLOCK_D)
         tl.store(at, value.to(x[0].dtype.element_ty), mask=inside)
+
+
+@triton.jit
+def add_rows(x, b, h, first, value, ROWS: tl.constexpr, BLOCK_D: tl.constexpr):
+    """Add rows of one head to x, in fp32, in this program's turn, which is passed on when all has arrived."""
+    if isinstance(x, tl.core.tensor_descriptor_base):
+        x.atomic_add([b, h, first, 0], value.reshape(1, 1, ROWS, BLOCK_D))
+    else:
+        at, inside = _places(x, b, h, first, ROWS, BLOCK_D)
+        add_in_turn(at, value, inside)
 
 
 @triton.jit
@@ -141,7 +152,11 @@ def has_descriptors() -> bool:
 
 def view(x: torch.Tensor, rows: int) -> TensorDescriptor | tuple:
     """A tensor as kernels take it: a descriptor of blocks of `rows` rows, or a pointer, strides and sizes."""
-    return described(x, rows) if has_descriptors() else (x, *x.stride()[:3], *x.shape[2:])
+    return described(x, rows) if has_descriptors() else pointed(x)
+
+
+def pointed(x: torch.Tensor) -> tuple:
+    return x, *x.stride()[:3], *x.shape[2:]
 
 
 def described(x: torch.Tensor, rows: int) -> TensorDescriptor:

@@ -1,16 +1,20 @@
-"""Backward kernels that compute each tile of scores once: all keys in one tile, or any number with partial sums of dq."""
+"""Backward kernels that compute each tile of scores once: all keys in one tile, or any number that add to dq in turns."""
 
+import torch
 import triton
 import triton.language as tl
 
 from whet.launch import launcher
+from whet.ops._turns import pass_turn, ticket, wait_for_turn, waits_by
 from whet.ops.attention.backward import partials, row_delta, splits, summed
 from whet.ops.attention.common import (
     LOG2E,
     ONE_BY_LN2,
     Tile,
+    add_rows,
     block_d,
     cut,
+    described,
     dot,
     dot_add,
     edges,
@@ -18,14 +22,14 @@ from whet.ops.attention.common import (
     limits,
     lone,
     lone_places,
+    pointed,
     put_rows,
     ready,
     rows_of,
     seen,
     view,
 )
-
-PARTIAL_LIMIT = 4 * 2**30  # bytes of dq's partial sums
+from whet.ops.attention.hopper_fused import fused_hopper
 
 
 @triton.jit
@@ -78,48 +82,66 @@ def _one_tile_kernel(
 
 @triton.jit
 def _fused_tiles(
-    dk, dv, k, v, q_view, do_view, dq_view, lse_ptr, delta_ptr, b, h, at, j, lo, hi, head, Lq, Lk,
-    scale, rate, offset, first_lone, last_lone, left, right,
-    BLOCK_M: tl.constexpr, BLOCK_D: tl.constexpr, HAS_LEFT: tl.constexpr, HAS_RIGHT: tl.constexpr, MASKED: tl.constexpr,
+    dk, dv, passed_ptr, passed, k, v, q_view, do_view, lse_ptr, delta_ptr, dq_view, turn_ptr, b, kv, j, block, lo, hi,
+    heads, tiles, Lq, Lk, rate, offset, first_lone, last_lone, left, right,
+    GROUP: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr,
+    HAS_LEFT: tl.constexpr, HAS_RIGHT: tl.constexpr, MASKED: tl.constexpr, BY: tl.constexpr,
 ):
-    """dk and dv after the queries [lo, hi), whose share of dq is stored. ds is masked as in `_dkdv_tiles`."""
-    for m in tl.range(lo, hi, BLOCK_M):
+    """dk and dv after the queries [lo, hi) of a group's heads, the last ones first; their share of dq is added in its turn.
+
+    A turn is passed on a tile later, when what it waits for has long been added. ds is masked as in `_dkdv_tiles`.
+    """
+    count = tl.cdiv(tl.maximum(hi - lo, 0), BLOCK_M)
+    for t in tl.range(count * GROUP):
+        m = lo + (count - 1 - t // GROUP) * BLOCK_M
+        h = kv * GROUP + t % GROUP
+        head = (b * heads + h).to(tl.int64)
         row = m + tl.arange(0, BLOCK_M)
         q = rows_of(q_view, b, h, m, BLOCK_M, BLOCK_D)
         do = rows_of(do_view, b, h, m, BLOCK_M, BLOCK_D)
-        lse = tl.load(lse_ptr + head + row, mask=row < Lq, other=0.0)
+        lse = tl.load(lse_ptr + head * Lq + row, mask=row < Lq, other=0.0)
         p = tl.exp2(dot(k, q.T) * rate - lse[None, :])
         if MASKED:
             p = tl.where(seen((row + offset)[None, :], j[:, None], Lk, left, right, HAS_LEFT, HAS_RIGHT), p, 0.0)
+        pass_turn(passed_ptr, passed, BY)
         dv = dot_add(dv, p.to(do.dtype), do)
-        delta = tl.load(delta_ptr + head + row, mask=row < Lq, other=0.0)
+        delta = tl.load(delta_ptr + head * Lq + row, mask=row < Lq, other=0.0)
         ds = p * (dot(v, do.T) - delta[None, :])
         if MASKED and (HAS_LEFT or HAS_RIGHT):
             ds = tl.where((p == 0.0) | lone(row + offset, first_lone, last_lone)[None, :], 0.0, ds)
         ds = ds.to(q.dtype)
         dk = dot_add(dk, ds, q)
-        dq = dot(tl.trans(ds), k) * scale
-        put_rows(dq_view, at, h, m, dq, BLOCK_M, BLOCK_D)
-    return dk, dv
+        dq = dot(tl.trans(ds), k)
+        turn = block
+        if HAS_LEFT:
+            turn = block - tl.maximum(m + offset - left, 0) // BLOCK_N  # blocks of keys before that no query here sees
+        passed_ptr = turn_ptr + head * tiles + m // BLOCK_M
+        passed = turn + 1
+        wait_for_turn(passed_ptr, turn, BY)
+        add_rows(dq_view, b, h, m, dq, BLOCK_M, BLOCK_D)
+    return dk, dv, passed_ptr, passed
 
 
 @triton.jit
 def _fused_kernel(
     q_view, k_view, v_view, do_view, lse_ptr, delta_ptr,  # inputs
-    dq_view, dk_view, dv_view,  # outputs; dq is partial sums, one per block of keys
+    dq_view, dk_view, dv_view,  # outputs; dq in fp32, unscaled, and zero at first
+    turn_ptr,  # zeros: a turn for every tile of dq, then the programs' ticket, then one that nobody waits for
     B, Hkv, Lq, Lk, scale, rate, offset, first_lone, last_lone, left, right,
     GROUP: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr,
-    HAS_LEFT: tl.constexpr, HAS_RIGHT: tl.constexpr,
+    HAS_LEFT: tl.constexpr, HAS_RIGHT: tl.constexpr, BY: tl.constexpr,
 ):
-    """dq, dk and dv in one launch.  One program, BLOCK_N keys of a head and all queries that see them.
+    """dq, dk and dv in one launch.  One program, BLOCK_N keys of a head and all queries that see them, the last ones first.
 
     Fuses   five products: each tile of scores is computed once, where dq and dk, dv apart compute it twice.
-    Moves   k, v, q, do, two fp32 per query in; dk, dv out, and an fp32 dq for every BLOCK_N keys, which a second pass sums.
-    Rounds  p and ds to the storage dtype before their products, dk and dv at the store; sums in fp32.
+    Moves   k, v, q, do, two fp32 per query in; dk, dv out; and for every BLOCK_N keys an fp32 dq to L2, added there.
+    Rounds  p and ds to the storage dtype before their products, dk and dv at the store; sums in fp32, in the order of the keys.
     """
-    blocks = tl.cdiv(Lk, BLOCK_N)
-    pid = tl.program_id(0)
-    block, bh = pid % blocks, pid // blocks
+    tiles = tl.cdiv(Lq, BLOCK_M)
+    spare_ptr = turn_ptr + tl.cast(B * Hkv * GROUP, tl.int64) * tiles
+    item = ticket(spare_ptr)
+    # A block of keys adds after the one before it: that one has an earlier ticket, and the heads between keep them apart.
+    block, bh = item // (B * Hkv), item % (B * Hkv)
     b, kv = bh // Hkv, bh % Hkv
     first = block * BLOCK_N
     j = first + tl.arange(0, BLOCK_N)
@@ -127,7 +149,7 @@ def _fused_kernel(
         first - offset, tl.minimum(first + BLOCK_N, Lk) - 1 - offset, Lq, right, left, BLOCK_M, HAS_RIGHT, HAS_LEFT
     )
     if not HAS_LEFT:
-        full_hi = hi  # past the last query q and do are zero, and so is what they add: a ragged tile needs no mask
+        full_hi = tl.cdiv(tl.maximum(hi, 0), BLOCK_M) * BLOCK_M  # past the last query q and do are zero: no mask is needed
     if first + BLOCK_N > Lk:  # past the last key p is not zero of itself, and dq would take it in: mask every tile
         full_lo = tl.cdiv(tl.maximum(hi, 0), BLOCK_M) * BLOCK_M
         full_hi = full_lo
@@ -135,23 +157,24 @@ def _fused_kernel(
     v = rows_of(v_view, b, kv, first, BLOCK_N, BLOCK_D)
     dk = tl.zeros((BLOCK_N, BLOCK_D), dtype=tl.float32)
     dv = tl.zeros((BLOCK_N, BLOCK_D), dtype=tl.float32)
-    at = block * B + b
-    for g in range(GROUP):
-        h = kv * GROUP + g
-        head = (b * Hkv * GROUP + h).to(tl.int64) * Lq
-        dk, dv = _fused_tiles(
-            dk, dv, k, v, q_view, do_view, dq_view, lse_ptr, delta_ptr, b, h, at, j, lo, full_lo, head, Lq, Lk,
-            scale, rate, offset, first_lone, last_lone, left, right, BLOCK_M, BLOCK_D, HAS_LEFT, HAS_RIGHT, True,
+    passed_ptr, passed = spare_ptr + 1, 0
+    if HAS_LEFT:
+        dk, dv, passed_ptr, passed = _fused_tiles(
+            dk, dv, passed_ptr, passed, k, v, q_view, do_view, lse_ptr, delta_ptr, dq_view, turn_ptr, b, kv, j, block,
+            full_hi, hi, Hkv * GROUP, tiles, Lq, Lk, rate, offset, first_lone, last_lone, left, right,
+            GROUP, BLOCK_M, BLOCK_N, BLOCK_D, HAS_LEFT, HAS_RIGHT, True, BY,
         )
-        dk, dv = _fused_tiles(
-            dk, dv, k, v, q_view, do_view, dq_view, lse_ptr, delta_ptr, b, h, at, j, full_lo, full_hi, head, Lq, Lk,
-            scale, rate, offset, first_lone, last_lone, left, right, BLOCK_M, BLOCK_D, HAS_LEFT, HAS_RIGHT, False,
-        )
-        if HAS_LEFT:
-            dk, dv = _fused_tiles(
-                dk, dv, k, v, q_view, do_view, dq_view, lse_ptr, delta_ptr, b, h, at, j, full_hi, hi, head, Lq, Lk,
-                scale, rate, offset, first_lone, last_lone, left, right, BLOCK_M, BLOCK_D, HAS_LEFT, HAS_RIGHT, True,
-            )
+    dk, dv, passed_ptr, passed = _fused_tiles(
+        dk, dv, passed_ptr, passed, k, v, q_view, do_view, lse_ptr, delta_ptr, dq_view, turn_ptr, b, kv, j, block,
+        full_lo, full_hi, Hkv * GROUP, tiles, Lq, Lk, rate, offset, first_lone, last_lone, left, right,
+        GROUP, BLOCK_M, BLOCK_N, BLOCK_D, HAS_LEFT, HAS_RIGHT, False, BY,
+    )
+    dk, dv, passed_ptr, passed = _fused_tiles(
+        dk, dv, passed_ptr, passed, k, v, q_view, do_view, lse_ptr, delta_ptr, dq_view, turn_ptr, b, kv, j, block,
+        lo, full_lo, Hkv * GROUP, tiles, Lq, Lk, rate, offset, first_lone, last_lone, left, right,
+        GROUP, BLOCK_M, BLOCK_N, BLOCK_D, HAS_LEFT, HAS_RIGHT, True, BY,
+    )
+    pass_turn(passed_ptr, passed, BY)
     put_rows(dk_view, b, kv, first, dk * scale, BLOCK_N, BLOCK_D)
     put_rows(dv_view, b, kv, first, dv, BLOCK_N, BLOCK_D)
 
@@ -174,25 +197,27 @@ def one_tile(do, dlse, q, k, v, o, lse, scale, offset, left, right, tile: Tile):
     return cut(dq, D), cut(dk, D), cut(dv, D)
 
 
-def partial_bytes(q, k, tile: Tile) -> int:
-    return triton.cdiv(k.shape[2], tile.N) * q.numel() * 4
-
-
 def fused(do, dlse, q, k, v, o, lse, scale, offset, left, right, tile: Tile):
     B, H, Lq, D = q.shape
-    Hkv, Lk = k.shape[1:3]
     q, k, v, do = ready(q), ready(k), ready(v), ready(do)
     dq, dk, dv = like(q, D), like(k, D), like(v, D)
     delta = row_delta(o, do, dlse)
-    blocks = triton.cdiv(Lk, tile.N)
-    partial = partials(blocks, dq)
-    if max(left, right) >= 0:
-        partial[0].zero_()  # tiles that see nothing are not visited
-    launcher(_fused_kernel)[(B * Hkv * blocks,)](
-        view(q, tile.M), view(k, tile.N), view(v, tile.N), view(do, tile.M), lse, delta,
-        view(partial[0], tile.M), view(dk, tile.N), view(dv, tile.N),
-        B, Hkv, Lq, Lk, scale, scale * LOG2E, offset, *lone_places(left, right, Lk, dlse), **limits(left, right),
-        GROUP=H // Hkv, BLOCK_D=block_d(q.shape[3]), **tile.options,
-    )
-    summed(blocks, partial, (dq,))
+    tiles, BLOCK_D = triton.cdiv(Lq, tile.M), block_d(q.shape[3])
+    sums = q.new_zeros((B, H, tiles * tile.M, BLOCK_D), dtype=torch.float32)
+    turns = q.new_zeros(B * H * tiles + 2, dtype=torch.int32)
+    places = lone_places(left, right, k.shape[2], dlse)
+    given = (sums, dk, dv, turns, q, k, v, do, lse, delta, scale, offset, places, left, right, tile)
+    (fused_hopper if tile.gluon else launch_fused)(*given)
+    torch.mul(sums[:, :, :Lq, : dq.shape[3]], scale, out=dq)
     return cut(dq, D), cut(dk, D), cut(dv, D)
+
+
+def launch_fused(sums, dk, dv, turns, q, k, v, do, lse, delta, scale, offset, places, left, right, tile: Tile) -> None:
+    (B, H, Lq, _), (Hkv, Lk) = q.shape, k.shape[1:3]
+    by = waits_by()
+    launcher(_fused_kernel)[(B * Hkv * triton.cdiv(Lk, tile.N),)](
+        view(q, tile.M), view(k, tile.N), view(v, tile.N), view(do, tile.M), lse, delta,
+        described(sums, tile.M) if by == "bulk" else pointed(sums), view(dk, tile.N), view(dv, tile.N), turns,
+        B, Hkv, Lq, Lk, scale, scale * LOG2E, offset, *places, **limits(left, right),
+        GROUP=H // Hkv, BLOCK_D=sums.shape[3], BY=by, **tile.options,
+    )

@@ -12,7 +12,7 @@ from whet.ops.attention import fp8, hybrid
 from whet.ops.attention.backward import backward
 from whet.ops.attention.common import LN2, Tile, block_d, has_descriptors, shaped
 from whet.ops.attention.forward import forward
-from whet.ops.attention.fused import PARTIAL_LIMIT, fused, one_tile, partial_bytes
+from whet.ops.attention.fused import fused, one_tile
 from whet.ops.attention.meaning import NO_FP8, any_blind, dtype_of, scale_of, span
 from whet.torch_ops import Fused
 
@@ -42,7 +42,12 @@ WIDE = {  # float32: three TF32 products each, which take most of the registers
     16: ("64x32w4s1/64x32w4s1/32x64w4s1",), 32: ("64x32w4s1/64x32w4s1/32x64w4s1",), 64: ("64x32w4s1/64x32w4s1/32x64w4s1",),
     128: ("64x32w4s1/64x32w8s1/32x64w8s1",), 256: ("32x16w4s1/32x16w4s1/16x32w4s1",),
 }
-FUSED_TILE = {16: "64x64w4s2", 32: "64x64w4s2", 64: "64x64w4s2", 128: "32x64w8s1", 256: "32x32w8s1"}
+# The backward of five products has one tile, by BLOCK_D, the default first. At 64 two programs to an SM, or three that spill.
+FUSED_HOPPER = {
+    16: ("64x64w4s2",), 32: ("64x64w4s2",), 64: ("64x64w4s2", "64x64w4s2r168", "64x128w8s2", "g64x64w4s2"),
+    128: ("64x64w8s2", "32x64w4s2", "g64x128w8s2"), 256: ("32x32w8s1",),
+}
+FUSED_OTHERS = {16: "64x64w4s2", 32: "64x64w4s2", 64: "32x64w4s2", 128: "32x64w8s2", 256: "32x32w8s1"}
 FUSED_WIDE = {16: "32x32w4s1", 32: "32x32w4s1", 64: "32x32w4s1", 128: "16x16w4s1", 256: "16x16w4s1"}
 ONE_TILE = Tile(64, 64, 4, 2)  # past 64 keys or a head of 64 it spills, and two passes are faster
 
@@ -109,11 +114,16 @@ def launch_backward(do, dlse, q, k, v, o, lse, scale, offset, left, right, tile)
     return backward(do, dlse, q, k, v, o, lse, scale, offset, left, right, *tiles_of(q, tile)[1:])
 
 
+def launch_fused_forward(q, k, v, scale, offset, left, right, tile):
+    """Its tile is the backward's alone."""
+    return launch_forward(q, k, v, scale, offset, left, right, "")
+
+
 def launch_fused(do, dlse, q, k, v, o, lse, scale, offset, left, right, tile):
     if fits_one_tile(q, k) or not (q.numel() and k.numel()):
         return launch_backward(do, dlse, q, k, v, o, lse, scale, offset, left, right, "")
     do, dlse = upstream(do, dlse, o, lse, k, offset, left, right)
-    return fused(do, dlse, q, k, v, o, lse, scale, offset, left, right, fused_tile(q, tile))
+    return fused(do, dlse, q, k, v, o, lse, scale, offset, left, right, Tile.read(tile or fused_table(q)[0]))
 
 
 def launch_hybrid(do, dlse, q, k, v, o, lse, scale, offset, left, right, tile):
@@ -128,8 +138,18 @@ def launch_hybrid(do, dlse, q, k, v, o, lse, scale, offset, left, right, tile):
     return hybrid.backward(do, q, k, v, o, lse, scale, causal=right == 0)
 
 
-def fused_tile(q, tile: str) -> Tile:
-    return Tile.read(tile or (FUSED_WIDE if q.dtype == torch.float32 else FUSED_TILE)[block_d(q.shape[3])])
+def fused_table(q) -> tuple[str, ...]:
+    D = block_d(q.shape[3])
+    if q.dtype == torch.float32:
+        return (FUSED_WIDE[D],)
+    if not has_descriptors():
+        return (FUSED_OTHERS[D],)
+    gluon = machine.this_machine().capability < (10, 0)  # type: ignore[operator]
+    return tuple(t for t in FUSED_HOPPER[D] if gluon or not t.startswith("g"))
+
+
+def fused_tiles(q, k, v, causal=None, window=None, scale=None, return_lse=False, precision=None) -> tuple[str, ...]:
+    return () if fits_one_tile(q, k) else fused_table(q)[1:]
 
 
 def launch_fp8_backward(do, dlse, q, k, v, o, lse, scale, offset, left, right, tile):
@@ -168,7 +188,7 @@ def registered(name, impl, run_forward, run_backward, fake=_fake, fake_backward=
 
 
 TWO_PASS = registered("attention", "triton", launch_forward, launch_backward)
-ONE_PASS = registered("attention_fused_bwd", "triton_fused_bwd", launch_forward, launch_fused)
+ONE_PASS = registered("attention_fused_bwd", "triton_fused_bwd", launch_fused_forward, launch_fused)
 CUDNNS = registered("attention_cudnn_bwd", "triton_cudnn_bwd", launch_forward, launch_hybrid)
 IN_FP8 = registered("attention_fp8", "triton_fp8", fp8.forward, launch_fp8_backward, _fake_fp8, _fake_fp8_backward)
 
@@ -195,14 +215,6 @@ def refuses(q, k, v, causal=None, window=None, scale=None, return_lse=False, pre
     if precision is not None:
         return NO_FP8
     return kernel_refuses(q, k, v, causal, window, scale, return_lse, precision)
-
-
-def fused_refuses(q, k, v, causal=None, window=None, scale=None, return_lse=False, precision=None):
-    if reason := refuses(q, k, v, causal, window, scale, return_lse, precision):
-        return reason
-    if (needed := partial_bytes(q, k, fused_tile(q, ""))) > PARTIAL_LIMIT:
-        return f"the partial sums of dq would take {needed / 2**30:.1f} GiB, more than {PARTIAL_LIMIT >> 30}"
-    return None
 
 
 def hybrid_refuses(q, k, v, causal=None, window=None, scale=None, return_lse=False, precision=None):
@@ -240,9 +252,10 @@ IMPLS = {
         "168 registers, or the Gluon backward has a window",
     ),
     "triton_fused_bwd": Impl(
-        runner(ONE_PASS), fused_refuses, needs="triton", words="whet's own kernel, its backward in one pass",
-        limits=("precision='fp8'", *LIMITS, "more than 4 GiB of partial sums of dq"),
-        spills="five products share one program's registers: at head sizes over 64, and in float32",
+        runner(ONE_PASS), refuses, needs="triton", tiles=fused_tiles, words="whet's own kernel, its backward in one pass",
+        limits=("precision='fp8'", *LIMITS),
+        spills="five products share one program's registers: at head sizes over 64, in float32, "
+        "and where a tile is held to 168",
     ),
     "triton_cudnn_bwd": Impl(
         runner(CUDNNS), hybrid_refuses, needs="cudnn", capability=(8, 0),
