@@ -57,7 +57,7 @@ MATRICES = {
     "bfloat16": lambda: torch.randn(50, 48).bfloat16(), "float32": lambda: torch.randn(129, 160) * 1e-3,
     "zeros": lambda: torch.zeros(5, 16), "strided": lambda: torch.randn(200, 96)[:, ::3],
     "turned": lambda: torch.randn(64, 37).t(),
-    "wide": lambda: torch.randn(4099, 768),
+    "wide": lambda: torch.randn(4099, 768), "past 448": lambda: torch.linspace(-479, 479, 640).view(40, 16),
 }
 
 
@@ -66,6 +66,7 @@ def test_a_quantized_matrix_is_the_references_and_its_transpose_is_its_own(case)
     x = MATRICES[case]().to(DEVICE)
     y, turned, scale = quantized(x)
     assert torch.equal((y.float() * scale)[: len(x)].to(x.dtype), rounded(x)) and not y[len(x) :].float().any()
+    assert (rounded(x) - x).abs().le(x.abs() / 16 + scale / 1024).all()
     assert torch.equal(y.view(torch.uint8).t(), turned.view(torch.uint8)) and len(y) % 16 == 0
 
 

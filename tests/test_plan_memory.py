@@ -13,6 +13,7 @@ import whet
 from whet.choices import Choices
 from whet.lock import Lock
 from whet.models import find, recipe_of
+from whet.models.gpt2 import GPT2, GPT2Config
 from whet.plan_memory import WITHIN, PredictedMemory, StorageBytes, lacking, predict
 from whet.plans import Trial, best_plan
 from whet.report.tables import plans_table
@@ -128,6 +129,18 @@ def test_what_looks_at_values_raises():
 
     with pytest.raises(Exception, match="item|_local_scalar_dense|data"):
         predict(lambda: Workload(Looks(8, 8), (torch.ones(4, 8),)))
+
+
+def test_a_call_that_torch_compile_serves_is_not_predicted_and_runs_afterwards():
+    """Traced under fake tensors it would be skipped for good, and the plan itself would fail."""
+    config = GPT2Config(vocab=101, width=64, layers=1, heads=2, kv_heads=2)
+    tokens = torch.randint(101, (2, 32))
+    batch = dict(tokens=tokens, labels=tokens)
+    calls = Workload(GPT2(config, ops=Choices()), kwargs=batch).calls()
+    made = Choices({call.key: "compile" for call, _ in calls if call.op == "rms_norm"})
+    with pytest.raises(ValueError, match="rms_norm runs as compile, whose memory Inductor decides"):
+        predict(lambda: Workload(GPT2(config, ops=made), kwargs=batch))
+    assert torch.isfinite(Workload(GPT2(config, ops=made), kwargs=batch).outcome())
 
 
 def test_a_forward_alone_keeps_no_activations():

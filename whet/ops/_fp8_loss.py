@@ -172,6 +172,8 @@ def fp8_refuses(x, w, target, reduction="mean", label_smoothing=0.0, precision=N
         return "reduction must be 'mean' or 'sum', got 'none'"
     if label_smoothing:
         return f"label_smoothing must be 0, since E5M2 holds the gradient of all targets too small alike, got {label_smoothing}"
+    if w.shape[0] > 1 and w.stride(0) == 0:
+        return "w must have rows of its own, since E5M2 holds no gradients that cancel over equal ones, got one row expanded"
     if x.shape[-1] % UNIT:
         return f"x.shape[-1] must be a multiple of {UNIT}, got {x.shape[-1]}"
     return None

@@ -322,7 +322,8 @@ OP = Op(
         dict(M=9, D=32, V=300, precision="fp8", softcap=5.0, num_items="tensor", layout="sliced"),
         dict(M=9, D=16, V=100, precision="fp8", reduction="sum", w_layout="transposed", target_dtype="int32", ignore_index=3),
     ),
-    shapes={f"{M}x{D}x{V}": dict(M=M, D=D, V=V) for M, D, V in ((8192, 768, 50304), (8192, 1024, 151936), (1024, 512, 1000))},
+    shapes={f"{M}x{D}x{V}": dict(M=M, D=D, V=V) for M, D, V in ((8192, 768, 50304), (8192, 1024, 151936), (1024, 512, 1000))}
+    | {"8192x768x50304 fp8": dict(M=8192, D=768, V=50304, precision="fp8")},
     cost=cost,
     grads=("x", "w", "b"),
     impls={
@@ -333,7 +334,7 @@ OP = Op(
             words="whet's own kernels around products in FP8",
             limits=(
                 "any precision but 'fp8'", "dtypes other than bf16", "reduction='none'", "label smoothing",
-                "a width that is no multiple of 16",
+                "one row expanded as w", "a width that is no multiple of 16",
             ),
         ),
         "liger": Impl(

@@ -39,11 +39,16 @@ def ratio(e: dict) -> float | None:
 
 
 def split(entries: list[dict]) -> list[tuple[list[str], list[dict]]]:
-    """(columns, entries) per table: one for all ops whose impls others have too, one for each op that has its own."""
-    shared = columns([name for name, among in having().items() if len(among) > 1])
+    """(columns, entries) per table: one for all ops whose impls others have too, one for each op that has its own.
+
+    Impls of another precision are nobody's but the op's that asks for it: refused wherever that was not asked for.
+    """
+    shared = columns([name for name, among in having().items() if len(among) > 1 and not any(i.implies for i in among)])
     impls: dict[str, set[str]] = {}
     for e in entries:
-        impls.setdefault(e["call"]["op"], set()).update(base(n) for n in e["candidates"])
+        impls.setdefault(e["call"]["op"], set()).update(
+            base(n) for n, c in e["candidates"].items() if "refused: changes the precision" not in c.get("why", "")
+        )
     groups: dict[str, list[dict]] = {}
     for e in entries:
         groups.setdefault("" if impls[e["call"]["op"]] <= set(shared) else e["call"]["op"], []).append(e)
