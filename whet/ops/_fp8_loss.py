@@ -105,6 +105,7 @@ def losses_and_gradients(x, w, b, target, cuts, ignore_index, softcap, dx, dw, d
     for i in range(0, len(cuts), TOGETHER):
         group = cuts[i : i + TOGETHER]
         start, end = group[0].start, padded(group[-1].stop)
+        turned = None  # the last group's goes before this one's comes
         turned = torch.empty((P, end - start) if wanted else 0, dtype=E5M2, device=x.device)
         for cut in group:
             z = product(xq[cut], wq, x_scale, w_scale, x.dtype, bias, fast=True, out=logits[: cut.stop - cut.start])
@@ -122,6 +123,25 @@ def losses_and_gradients(x, w, b, target, cuts, ignore_index, softcap, dx, dw, d
     return loss
 
 
+def whole_chunks(x, w) -> list[slice]:
+    """Chunks of whole tiles: rows of any length are cut as if 128 of them fitted."""
+    (V, D), size = w.shape, x.element_size()
+    return chunks(x.numel() // D, min(padded(V) * size, MANY_BYTES // 128), padded(V) * D * size)
+
+
+def inside(x, w, target, ignore_index, reduction, softcap, num_items, b, *wanted) -> int:
+    """Bytes of a chunk of logits and its gradient, a group's gradients turned, x and w in E4M3, and a group's share of dw."""
+    D, M, P = w.shape[1], x.numel() // w.shape[1], padded(w.shape[0])
+    if not M:
+        return 0
+    rows = (cuts := whole_chunks(x, w))[0].stop
+    logits, operands = rows * P * x.element_size(), 2 * (padded(M) + P) * D
+    if not any(wanted):
+        return logits + operands
+    share = P * D * sum_dtype(w).itemsize if wanted[1] and len(cuts) > TOGETHER else 0
+    return logits + operands + rows * P + min(TOGETHER * rows, padded(M)) * P + share
+
+
 def fp8_forward(x, w, target, ignore_index, reduction, softcap, num_items, b, need_dx, need_dw, need_db):
     """The loss, and its gradients unscaled: every row has the same upstream gradient."""
     (M, D), P = (flat := unit_rows(x)).shape, padded(w.shape[0])
@@ -129,8 +149,7 @@ def fp8_forward(x, w, target, ignore_index, reduction, softcap, num_items, b, ne
     dx = torch.empty(x.shape if need_dx else 0, dtype=x.dtype, device=x.device)
     dw = torch.empty((P, D) if need_dw else 0, dtype=sum_dtype(w), device=x.device)
     db = torch.zeros(P if need_db else 0, dtype=torch.float32, device=x.device)
-    row_bytes = min(P * x.element_size(), MANY_BYTES // 128)  # chunks of whole tiles
-    cuts = chunks(M, row_bytes, P * D * x.element_size())
+    cuts = whole_chunks(x, w)
     if M:
         each = losses_and_gradients(flat, w, b, target, cuts, ignore_index, softcap, dx.view(-1, D), dw, db)
     else:
@@ -157,7 +176,7 @@ IN_FP8 = Fused(
     " Tensor b, bool need_dx, bool need_dw, bool need_db) -> (Tensor, Tensor, Tensor, Tensor, Tensor)", fp8_forward, _fp8_fake,
     "(Tensor dloss, Tensor dx, Tensor dw, Tensor db, Tensor scale) -> (Tensor, Tensor, Tensor)", fp8_backward,
     lambda dloss, dx, dw, db, scale: tuple(dx.new_empty(grad.shape) for grad in (dx, dw, db)),
-    save=lambda args, results: (results[1:], ()),
+    save=lambda args, results: (results[1:], ()), inside=inside,
     grads_to=(0, 1) + (None,) * 5 + (2,) + (None,) * 3,
     label="linear_cross_entropy[triton_fp8]",
 )

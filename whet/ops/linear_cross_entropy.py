@@ -217,13 +217,22 @@ def _rows_bwd_fake(dloss, x, w, target, b, stats, ignore_index, smoothing, softc
     return tuple(t.new_empty(t.shape if need else 0) for t, need in ((x, need_dx), (w, need_dw), (b, need_db)))
 
 
+def inside(x, w, *_) -> int:
+    """Bytes of a chunk of logits, and of a padded w."""
+    (V, D), size = w.shape, x.element_size()
+    width = V + zero_rows(w)
+    row = triton.cdiv(width, COLUMNS) * COLUMNS * size
+    cuts = chunks(x.numel() // D, row, width * D * size)
+    return (cuts[0].stop * row if cuts else 0) + (width * D * size if width > V else 0)
+
+
 FUSED = Fused(
     "linear_cross_entropy",
     "(Tensor x, Tensor w, Tensor target, int ignore_index, str reduction, float smoothing, float softcap, Tensor? num_items,"
     " Tensor b, bool need_dx, bool need_dw, bool need_db) -> (Tensor, Tensor, Tensor, Tensor, Tensor)", forward, _fake,
     "(Tensor dloss, Tensor dx, Tensor dw, Tensor db, Tensor scale) -> (Tensor, Tensor, Tensor)", backward,
     lambda dloss, dx, dw, db, scale: tuple(dx.new_empty(grad.shape) for grad in (dx, dw, db)),
-    save=lambda args, results: (results[1:], ()),
+    save=lambda args, results: (results[1:], ()), inside=inside,
     grads_to=(0, 1) + (None,) * 6 + (2,) + (None,) * 3,
 )
 
@@ -233,7 +242,7 @@ ROWS = Fused(
     " bool need_dx, bool need_dw, bool need_db) -> (Tensor, Tensor)", rows_forward, _rows_fake,
     "(Tensor dloss, Tensor x, Tensor w, Tensor target, Tensor b, Tensor stats, int ignore_index, float smoothing,"
     " float softcap, bool need_dx, bool need_dw, bool need_db) -> (Tensor, Tensor, Tensor)", rows_backward, _rows_bwd_fake,
-    save=lambda args, results: ((*args[:3], args[6], results[1]), (*args[3:6], *args[7:])),
+    save=lambda args, results: ((*args[:3], args[6], results[1]), (*args[3:6], *args[7:])), inside=inside,
     grads_to=(0, 1) + (None,) * 4 + (2,) + (None,) * 3,
 )
 
