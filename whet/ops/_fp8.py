@@ -33,26 +33,45 @@ def padded(size: int) -> int:
     return cdiv(size, UNIT) * UNIT
 
 
-def rounded(x):
-    """x at E4M3's precision, in x's dtype, with one scale; the gradient passes straight through. Not so of float64.
+def scale_of(amax):
+    """(2 ** ceil(log2(amax / 448)), its inverse) in float32, at least 2^-126; 448 = 1.75 * 2^8 is E4M3's largest value.
 
-    The scale is 2 ** ceil(log2(amax / 448)), 448 = 1.75 * 2^8 being E4M3's largest value: read off the bits of amax, so
-    that no logarithm rounds. Never below 2^-126.
+    Read off the bits of amax, so that no logarithm rounds; over zeros any scale would do.
     """
+    bits = amax.view(torch.int32)
+    exponent = ((bits >> 23) - 135 + ((bits & 0x7FFFFF) > 0x600000).int()).clamp(min=-126)
+    return tuple(((127 + e) << 23).view(torch.float32) for e in (exponent, -exponent))
+
+
+def rounded(x):
+    """x at E4M3's precision, in x's dtype, with one scale; the gradient passes straight through. Not so of float64."""
     if x.dtype == torch.float64 or not x.numel():
         return x
     wide = x.detach().float()
-    bits = wide.abs().amax().view(torch.int32)
-    exponent = ((bits >> 23) - 135 + ((bits & 0x7FFFFF) > 0x600000).int()).clamp(min=-126)
-    scale, inverse = (((127 + e) << 23).view(torch.float32) for e in (exponent, -exponent))
+    scale, inverse = scale_of(wide.abs().amax())
     near = ((wide * inverse).to(E4M3).float() * scale).to(x.dtype)
     return x + (near - x).detach()  # exact: near shares x's leading bits, so the difference fits
 
 
 @triton.jit
-def _power(exponent):
+def power(exponent):
     """2^(exponent - 127), by its bits; exponent is within 1..254."""
     return (exponent << 23).to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def scale_exponent(bits):
+    """Of what scale_of gives for an amax of these bits, for `power`; 127, a scale of 1, where all is zero."""
+    exponent = tl.maximum((bits >> 23) - 8 + ((bits & 0x7FFFFF) > 0x600000).to(tl.int32), 1)
+    return tl.where(bits == 0, 127, exponent)
+
+
+@triton.jit
+def nearest_e4m3(x):
+    """|x| as the nearest value that E4M3 has, in fp32, ties to even: what is over 448 goes on in the same steps."""
+    exponent = (x.to(tl.int32, bitcast=True) >> 23) & 0xFF
+    big = 1.5 * power(tl.maximum(exponent, 121) + 20)  # from 2^-6 down, steps are 2^-9
+    return (tl.abs(x) + big) - big
 
 
 @triton.jit
@@ -62,11 +81,9 @@ def e4m3_bits(x):
     2^-8 x in float16 has the exponent, the subnormals and the first bits of the mantissa that x has in E4M3. By bits, since of
     Triton's own casts, of two numbers each, some bytes arrive in the wrong places on an H200 where the tile is then turned.
     """
-    bits = x.to(tl.int32, bitcast=True)
-    big = 1.5 * _power(tl.maximum((bits >> 23) & 0xFF, 121) + 20)  # from 2^-6 down, steps are 2^-9
-    near = (tl.abs(x) + big) - big
+    near = nearest_e4m3(x)
     h = (near * 0.00390625).to(tl.float16).to(tl.int16, bitcast=True).to(tl.int32)
-    return tl.where(near < 1024.0, (h >> 7) & 0x7F, 0x7F) | ((bits >> 24) & 0x80)
+    return tl.where(near < 1024.0, (h >> 7) & 0x7F, 0x7F) | ((x.to(tl.int32, bitcast=True) >> 24) & 0x80)
 
 
 @triton.jit
@@ -122,12 +139,10 @@ def _quantize_kernel(
     pid = tl.program_id(0)
     four = (pid // blocks).to(tl.int64) * BLOCK_M + tl.arange(0, BLOCK_M)
     d = (pid % blocks).to(tl.int64) * BLOCK_D + tl.arange(0, BLOCK_D)
-    bits = tl.load(amax_ptr).to(tl.int32, bitcast=True)
-    exponent = tl.maximum((bits >> 23) - 8 + ((bits & 0x7FFFFF) > 0x600000).to(tl.int32), 1)  # 448 is 1.75 * 2^8
-    exponent = tl.where(bits == 0, 127, exponent)
+    exponent = scale_exponent(tl.load(amax_ptr).to(tl.int32, bitcast=True))
     if pid == 0:
-        tl.store(scale_ptr, _power(exponent))
-    inverse, in_row = _power(254 - exponent), (d < D)[None, :]
+        tl.store(scale_ptr, power(exponent))
+    inverse, in_row = power(254 - exponent), (d < D)[None, :]
     words = tl.zeros((BLOCK_M, BLOCK_D), dtype=tl.int32)
     for r in tl.static_range(4):
         m = 4 * four + r

@@ -12,6 +12,7 @@ import triton.language as tl
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from whet.launch import launcher
+from whet.ops._fp8 import nearest_e4m3, power, scale_exponent
 from whet.ops.attention.common import INTERPRETED, LOG2E, Tile, edges, limits, seen
 from whet.ops.attention.meaning import ROWS  # rows that share a scale: also the keys of a tile, which so has one for k and v
 
@@ -31,16 +32,8 @@ def _e4m3(x):
     """fp32 of at most 448 -> the nearest E4M3, ties to even."""
     if INTERPRETED:
         # The interpreter's cast loses the carry out of the mantissa (1.96 becomes 1): there, round first and cast exactly.
-        bits = x.to(tl.int32, bitcast=True)
-        big = 1.5 * _power(tl.maximum((bits >> 23) & 0xFF, 121) + 20)  # from 2^-6 down, steps are 2^-9
-        x = ((tl.abs(x) + big) - big) * ((bits >> 31) | 1).to(tl.float32)
+        x = nearest_e4m3(x) * ((x.to(tl.int32, bitcast=True) >> 31) | 1).to(tl.float32)
     return x.to(tl.float8e4nv)
-
-
-@triton.jit
-def _power(exponent):
-    """2^(exponent - 127), by its bits; exponent is within 1..254."""
-    return (exponent << 23).to(tl.float32, bitcast=True)
 
 
 @triton.jit
@@ -72,8 +65,7 @@ def _quantize_kernel(
     x = tl.load(x_ptr + at, mask=(row < L)[:, None] & (d < D)[None, :], other=0.0).to(tl.float32)
 
     bits = tl.max(tl.abs(x)).to(tl.int32, bitcast=True)
-    exponent = tl.maximum((bits >> 23) - 8 + ((bits & 0x7FFFFF) > 0x600000).to(tl.int32), 1)  # 448 is 1.75 * 2^8
-    s = _power(tl.where(bits == 0, 127, exponent))
+    s = power(scale_exponent(bits))
     y = _e4m3(tl.where(tl.abs(x) == float("inf"), float("nan"), x) * _inverse(s))
 
     to = y_ptr + n * stride_yn + row[:, None] * stride_yl + d[None, :].to(tl.int64) * stride_yd

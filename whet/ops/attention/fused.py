@@ -29,7 +29,6 @@ from whet.ops.attention.common import (
     seen,
     view,
 )
-from whet.ops.attention.hopper_fused import fused_hopper
 
 
 @triton.jit
@@ -206,8 +205,7 @@ def fused(do, dlse, q, k, v, o, lse, scale, offset, left, right, tile: Tile):
     sums = q.new_zeros((B, H, tiles * tile.M, BLOCK_D), dtype=torch.float32)
     turns = q.new_zeros(B * H * tiles + 2, dtype=torch.int32)
     places = lone_places(left, right, k.shape[2], dlse)
-    given = (sums, dk, dv, turns, q, k, v, do, lse, delta, scale, offset, places, left, right, tile)
-    (fused_hopper if tile.gluon else launch_fused)(*given)
+    launch_fused(sums, dk, dv, turns, q, k, v, do, lse, delta, scale, offset, places, left, right, tile)
     torch.mul(sums[:, :, :Lq, : dq.shape[3]], scale, out=dq)
     return cut(dq, D), cut(dk, D), cut(dv, D)
 

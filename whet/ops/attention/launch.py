@@ -42,11 +42,9 @@ WIDE = {  # float32: three TF32 products each, which take most of the registers
     16: ("64x32w4s1/64x32w4s1/32x64w4s1",), 32: ("64x32w4s1/64x32w4s1/32x64w4s1",), 64: ("64x32w4s1/64x32w4s1/32x64w4s1",),
     128: ("64x32w4s1/64x32w8s1/32x64w8s1",), 256: ("32x16w4s1/32x16w4s1/16x32w4s1",),
 }
-# The backward of five products has one tile, by BLOCK_D, the default first. At 64 two programs to an SM, or three that spill.
-FUSED_HOPPER = {
-    16: ("64x64w4s2",), 32: ("64x64w4s2",), 64: ("64x64w4s2", "64x64w4s2r168", "64x128w8s2", "g64x64w4s2"),
-    128: ("64x64w8s2", "32x64w4s2", "g64x128w8s2"), 256: ("32x32w8s1",),
-}
+# The backward of five products has one tile, by BLOCK_D. At 64 two programs to an SM; at 128 one that spills is faster than
+# eight warps that do not.
+FUSED_HOPPER = {16: "64x64w4s2", 32: "64x64w4s2", 64: "64x64w4s2", 128: "64x64w4s1", 256: "32x32w8s1"}
 FUSED_OTHERS = {16: "64x64w4s2", 32: "64x64w4s2", 64: "32x64w4s2", 128: "32x64w8s2", 256: "32x32w8s1"}
 FUSED_WIDE = {16: "32x32w4s1", 32: "32x32w4s1", 64: "32x32w4s1", 128: "16x16w4s1", 256: "16x16w4s1"}
 ONE_TILE = Tile(64, 64, 4, 2)  # past 64 keys or a head of 64 it spills, and two passes are faster
@@ -123,7 +121,7 @@ def launch_fused(do, dlse, q, k, v, o, lse, scale, offset, left, right, tile):
     if fits_one_tile(q, k) or not (q.numel() and k.numel()):
         return launch_backward(do, dlse, q, k, v, o, lse, scale, offset, left, right, "")
     do, dlse = upstream(do, dlse, o, lse, k, offset, left, right)
-    return fused(do, dlse, q, k, v, o, lse, scale, offset, left, right, Tile.read(tile or fused_table(q)[0]))
+    return fused(do, dlse, q, k, v, o, lse, scale, offset, left, right, Tile.read(tile or fused_tile(q)))
 
 
 def launch_hybrid(do, dlse, q, k, v, o, lse, scale, offset, left, right, tile):
@@ -138,18 +136,9 @@ def launch_hybrid(do, dlse, q, k, v, o, lse, scale, offset, left, right, tile):
     return hybrid.backward(do, q, k, v, o, lse, scale, causal=right == 0)
 
 
-def fused_table(q) -> tuple[str, ...]:
-    D = block_d(q.shape[3])
-    if q.dtype == torch.float32:
-        return (FUSED_WIDE[D],)
-    if not has_descriptors():
-        return (FUSED_OTHERS[D],)
-    gluon = machine.this_machine().capability < (10, 0)  # type: ignore[operator]
-    return tuple(t for t in FUSED_HOPPER[D] if gluon or not t.startswith("g"))
-
-
-def fused_tiles(q, k, v, causal=None, window=None, scale=None, return_lse=False, precision=None) -> tuple[str, ...]:
-    return () if fits_one_tile(q, k) else fused_table(q)[1:]
+def fused_tile(q) -> str:
+    by_dtype = FUSED_WIDE if q.dtype == torch.float32 else FUSED_HOPPER if has_descriptors() else FUSED_OTHERS
+    return by_dtype[block_d(q.shape[3])]
 
 
 def launch_fp8_backward(do, dlse, q, k, v, o, lse, scale, offset, left, right, tile):
@@ -252,7 +241,7 @@ IMPLS = {
         "168 registers, or the Gluon backward has a window",
     ),
     "triton_fused_bwd": Impl(
-        runner(ONE_PASS), refuses, needs="triton", tiles=fused_tiles, words="whet's own kernel, its backward in one pass",
+        runner(ONE_PASS), refuses, needs="triton", words="whet's own kernel, its backward in one pass",
         limits=("precision='fp8'", *LIMITS),
         spills="five products share one program's registers: at head sizes over 64, in float32, "
         "and where a tile is held to 168",

@@ -7,6 +7,7 @@ import torch.nn.functional as F
 
 from whet import machine
 from whet.op import Cost, autocast_of, floating, lay, nbytes, same_device
+from whet.ops._fp8 import scale_of as scale_of_e4m3
 
 ROWS = 128  # that share one scale where precision="fp8", and whose remainder `proof` keeps
 PROVABLE = 2**27  # scores that the float64 oracle is asked for at most
@@ -89,19 +90,13 @@ def any_blind(offset, left, right, Lq, Lk):
 
 
 def rounded(x):
-    """x at E4M3's precision, in x's dtype, with one scale per ROWS rows of a head. Float64 passes: it is the oracle.
-
-    The scale is 2 ** ceil(log2(amax / 448)), 448 = 1.75 * 2^8 being E4M3's largest value: read off the bits of amax, so
-    that no logarithm rounds. Never below 2^-126; over zeros any would do.
-    """
+    """x at E4M3's precision, in x's dtype, with one scale per ROWS rows of a head. Float64 passes: it is the oracle."""
     if x.dtype == torch.float64:
         return x
     L = x.shape[-2]
     blocks = -(-L // ROWS)
     wide = F.pad(x.detach().float(), (0, 0, 0, blocks * ROWS - L)).unflatten(-2, (blocks, ROWS))
-    bits = wide.abs().amax((-1, -2), keepdim=True).view(torch.int32)
-    exponent = ((bits >> 23) - 135 + ((bits & 0x7FFFFF) > 0x600000).int()).clamp(min=-126)
-    scale, inverse = (((127 + e) << 23).view(torch.float32) for e in (exponent, -exponent))
+    scale, inverse = scale_of_e4m3(wide.abs().amax((-1, -2), keepdim=True))
     near = ((wide * inverse).to(torch.float8_e4m3fn).float() * scale).flatten(-3, -2)[..., :L, :].to(x.dtype)
     return x + (near - x).detach()  # exact: near shares x's leading bits, so the difference fits
 
