@@ -11,6 +11,7 @@ from whet.models.gpt2 import GPT2, SIZES, GPT2Config
 from whet.op import discover
 from whet.ops import _fp8_loss
 from whet.ops._fp8 import casts_in_ptx, e4m3_bits, e5m2_bytes, e5m2_word, quantized, rounded
+from whet.roof import Ceilings
 from whet.verify import verify
 
 OP = discover()["linear_cross_entropy"]
@@ -124,6 +125,13 @@ def test_weights_in_float32_take_the_dtype_of_autocast(device):
 def test_refusals_say_what_would_be_taken(change, said):
     args = OP.inputs(**dict(dtype=torch.bfloat16, device="cpu", M=8, D=16, V=32, precision="fp8") | change)
     assert said in OP.impls["triton_fp8"].refuses(**args)
+
+
+def test_the_roofline_of_all_three_products_is_that_of_fp8():
+    args = OP.inputs(dtype=torch.bfloat16, device="meta", M=32768, D=768, V=50257, precision="fp8")
+    roofs = Ceilings(copy_gbs=4000.0, tflops={"float32": 50.0, "bfloat16": 800.0, "float8_e4m3fn": 1200.0})
+    plain, fp8 = (roofs.floor_ms(OP.cost(**args | dict(precision=p)), True, "bfloat16") for p in (None, "fp8"))
+    assert plain == pytest.approx(1.5 * fp8)
 
 
 @pytest.mark.parametrize("impl", ["torch", "triton", "liger"])

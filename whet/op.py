@@ -34,6 +34,7 @@ class Cost:
     bwd_bytes: int = 0
     bwd_flops: int = 0
     dtype: str = ""  # in which the forward's products run, where that is not the inputs'
+    bwd_dtype: str = ""  # and the backward's
 
     def of(self, backward: bool) -> tuple[int, int]:
         return (self.bytes + self.bwd_bytes, self.flops + self.bwd_flops) if backward else (self.bytes, self.flops)

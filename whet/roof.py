@@ -28,8 +28,9 @@ class Ceilings:
 
     def _parts(self, cost: Cost, backward: bool, dtype: str) -> tuple[float, float]:
         """Seconds to move the bytes, seconds to do the flops; a dtype whose rate was not measured goes at float32's."""
-        rate, forward_rate = (self.tflops.get(d, self.tflops["float32"]) for d in (dtype, cost.dtype or dtype))
-        compute = cost.flops / forward_rate + (cost.bwd_flops / rate if backward else 0.0)
+        names = (cost.dtype or dtype, cost.bwd_dtype or dtype)
+        rate, bwd_rate = (self.tflops.get(d, self.tflops["float32"]) for d in names)
+        compute = cost.flops / rate + (cost.bwd_flops / bwd_rate if backward else 0.0)
         return cost.of(backward)[0] / (self.copy_gbs * 1e9), compute / 1e12
 
 

@@ -85,7 +85,8 @@ def check(x, w, target, b=None, precision=None, **options):
 def cost(x, w, target, b=None, **options):
     product, given = 2 * x.numel() * w.shape[0], nbytes(x, w, target, b)
     how = "float8_e4m3fn" if options.get("precision") == "fp8" else ""
-    return Cost(bytes=given + 4, flops=product, bwd_bytes=given + nbytes(x, w, b), bwd_flops=2 * product, dtype=how)
+    bwd = dict(bwd_bytes=given + nbytes(x, w, b), bwd_flops=2 * product, bwd_dtype=how)
+    return Cost(bytes=given + 4, flops=product, dtype=how, **bwd)
 
 
 @functools.cache
