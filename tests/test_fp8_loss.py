@@ -1,5 +1,7 @@
 """linear_cross_entropy in FP8: casts code by code, what is turned, many chunks, refusals, a model trained with it."""
 
+import itertools
+
 import pytest
 import torch
 import triton
@@ -74,7 +76,15 @@ def test_a_quantized_matrix_is_the_references_and_its_transpose_is_its_own(case)
 def test_what_is_not_finite_becomes_nan():
     x = torch.randn(20, 16, device=DEVICE)
     x[3, 4], x[5, 6] = float("inf"), float("nan")
-    assert quantized(x)[0].float().isnan()[[3, 5], [4, 6]].all()
+    y, _, scale = quantized(x)
+    assert y.float().isnan()[[3, 5], [4, 6]].all() and scale.isnan() and rounded(x).isnan().all()
+    assert not quantized(torch.full((16, 16), 3e38, device=DEVICE))[2].isnan()
+
+
+def test_chunks_are_whole_tiles_at_any_vocabulary():
+    for V, D, M in itertools.product((50257, 917_504, 1_000_000, 4_000_000), (16, 64, 112, 768), (130, 202, 512, 1000, 5000)):
+        x, w = torch.empty(M, D, dtype=torch.bfloat16, device="meta"), torch.empty(V, D, dtype=torch.bfloat16, device="meta")
+        assert all(cut.start % 128 == 0 for cut in _fp8_loss.whole_chunks(x, w))
 
 
 @pytest.mark.parametrize("M, V, softcap", [(40, 301, 0.0), (128, 1000, 0.0), (37, 160, 5.0)])
@@ -120,7 +130,7 @@ def test_weights_in_float32_take_the_dtype_of_autocast(device):
 @pytest.mark.parametrize("change, said", [
     (dict(precision=None), "done only where asked for: precision='fp8'"), (dict(reduction="none"), "reduction must be"),
     (dict(label_smoothing=0.1), "label_smoothing must be 0"), (dict(D=24), "must be a multiple of 16, got 24"),
-    (dict(dtype=torch.float32), "x must be bfloat16, got torch.float32"),
+    (dict(dtype=torch.float32), "must be bfloat16, got torch.float32"),
 ])
 def test_refusals_say_what_would_be_taken(change, said):
     args = OP.inputs(**dict(dtype=torch.bfloat16, device="cpu", M=8, D=16, V=32, precision="fp8") | change)
@@ -153,7 +163,8 @@ def test_a_head_in_fp8_is_one_in_training_under_bfloat16_alone():
     tokens = torch.randint(101, (2, 16))
     batch = dict(tokens=tokens, labels=tokens)
     assert asked(model, batch, True) == ["fp8"] and asked(model, batch, False) == [None]
-    assert asked(model.eval(), batch, True) == [None] and SIZES["d12-fast"].fp8_head and not SIZES["d12"].fp8_head
+    assert asked(model.bfloat16(), batch, False) == [None]  # 16 bits are no autocast
+    assert asked(model.float().eval(), batch, True) == [None] and SIZES["d12-fast"].fp8_head and not SIZES["d12"].fp8_head
 
 
 @pytest.mark.gpu

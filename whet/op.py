@@ -19,6 +19,7 @@ from typing import Any
 import torch
 
 from whet import machine
+from whet.compiled import compiled
 from whet.kinds import kinds_of, memoryless, plain, wrong
 
 DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16, "float64": torch.float64}
@@ -290,23 +291,6 @@ class Op:
         named = self.grads or tuple(self.signature.parameters)
         first = next(args[g] for g in named if isinstance(args[g], torch.Tensor))
         return Call(self.name, self.case_of(**args), DTYPE_NAMES[first.dtype], grad)
-
-
-def compiled(reference: Callable) -> Callable:
-    """torch.compile of the reference, made at first use: one graph per shape, no dynamic guards to pay for."""
-
-    @functools.cache
-    def build():
-        torch._dynamo.config.recompile_limit = max(torch._dynamo.config.recompile_limit, 64)
-        return torch.compile(reference, dynamic=False, fullgraph=True)
-
-    @functools.wraps(reference)
-    def run(*args, **options):
-        if torch.compiler.is_compiling():
-            return reference(*args, **options)  # inside a larger torch.compile the formula itself is what gets fused
-        return build()(*args, **options)
-
-    return run
 
 
 def autocast_of(t: torch.Tensor) -> torch.dtype | None:

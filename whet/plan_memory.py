@@ -27,10 +27,9 @@ from torch.utils._pytree import tree_leaves
 
 from whet.choices import Choices
 from whet.figures import error_line
-from whet.op import Rank, base, discover
 from whet.plan import BEFORE, Plan
 from whet.torch_ops import INSIDE
-from whet.workload import Workload, asks, tensors_in
+from whet.workload import Workload, tensors_in
 
 STEPS = 2  # the first makes the optimizer's moments, the second runs beside them
 BLOCK = {"cuda": 512}  # bytes that the allocator rounds to; none elsewhere
@@ -154,20 +153,6 @@ def as_on_device(optimizer: torch.optim.Optimizer | None, device: str) -> None:
             group["foreach"] = True
 
 
-def refuse_compiled(work: Workload) -> None:
-    """ValueError where a call is served by torch.compile, which decides itself what it keeps: it must not meet fake tensors.
-
-    What it refuses to trace under them it skips for good in this process, and then fails with real ones too.
-    """
-    ops = discover()
-    for choices in {id(part.ops): part.ops for part in asks(work.model)}.values():
-        for key, name in [("", choices.default or ""), *choices.table.items()]:
-            op = ops.get(key.partition(" ")[0])
-            if base(name) == "compile" or op is not None and name and op.impl(name).rank == Rank.COMPILED:
-                what = op.name if op else "what is not tuned"
-                raise ValueError(f"{what} runs as {base(name)}, whose memory Inductor decides")
-
-
 def predict(make: Callable[[], Workload]) -> PredictedMemory:
     """The memory of a step that runs op by op, not compiled. Nothing is computed, and no memory of the device is used.
 
@@ -177,7 +162,6 @@ def predict(make: Callable[[], Workload]) -> PredictedMemory:
     mode = FakeTensorMode(allow_non_fake_inputs=True)
     with torch.random.fork_rng(range(torch.cuda.device_count())), mode:
         work = make()
-        refuse_compiled(work)
         if any(not isinstance(p, FakeTensor) for p in work.model.parameters()):
             work = faked(work)
         as_on_device(work.optimizer, work.device)

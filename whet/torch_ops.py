@@ -99,7 +99,7 @@ class Fused:
     backward(*douts, *tensors, *constants) -> (grad...)          a dout is None where that output was not used
     grads_to                                                     per forward argument: which grad it takes, or None
     grads_from                                                   per grad: the outputs that it comes from; empty: all of them
-    inside(*args)                                                bytes that the forward allocates and lets go
+    inside(*args), bwd_inside(*args)                             bytes that each of the two allocates and lets go
     """
 
     name: str
@@ -114,6 +114,7 @@ class Fused:
     n_out: int = 1
     grads_from: tuple[tuple[int, ...], ...] = ()
     inside: Callable | None = None
+    bwd_inside: Callable | None = None
     label: str = ""  # op and impl in messages; name[triton] where empty
     visible: bool = False  # Inductor sees the kernels of the forward, which allocates, takes views, launches, and no more
     bwd_visible: bool = False  # and those of the backward
@@ -122,9 +123,8 @@ class Fused:
 
     def __post_init__(self):
         object.__setattr__(self, "op", define(self.name, self.schema, self.forward, self.fake, self.visible))
-        if self.inside is not None:
-            INSIDE[self.op] = self.inside
         bwd_op = define(self.name + "_bwd", self.bwd_schema, self.backward, self.bwd_fake, self.bwd_visible)
+        INSIDE.update({op: bytes_of for op, bytes_of in ((self.op, self.inside), (bwd_op, self.bwd_inside)) if bytes_of})
         object.__setattr__(self, "label", self.label or f"{self.name}[triton]")
         message = f"{self.label}: double backward is not supported; use impl='eager' where you need it"
 

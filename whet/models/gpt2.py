@@ -244,7 +244,7 @@ class GPT2(nn.Module):
     def loss(self, y, labels):
         """The mean cross-entropy of labels, which the padded rows have no part in."""
         w, y = (self.head or self.embed).weight, y.to(autocast_of(y) or y.dtype)  # as the product takes it
-        if self.training and self.c.fp8_head and y.dtype == torch.bfloat16 and not fp8_refused():
+        if self.training and self.c.fp8_head and autocast_of(y) == torch.bfloat16 and not fp8_refused(y.device.type):
             return self.ops.linear_cross_entropy(y, w[: self.c.vocab], labels, softcap=self.c.softcap, precision="fp8")
         if self.c.softcap is None:
             return self.ops.linear_cross_entropy(y, w, labels, b=None if self.off is None else self.off.to(y.dtype))

@@ -1,11 +1,15 @@
 """Products of 8-bit floats: tensors as E4M3 with one power-of-two scale, gradients as E5M2, and the product of two of them."""
 
+import contextlib
+import math
+
 import torch
 import triton
 import triton.language as tl
 
 from whet import machine
 from whet.launch import launcher
+from whet.op import autocast_of
 from whet.ops._rows import cdiv
 
 LOWEST = (8, 9)  # the least compute capability whose tensor cores multiply them
@@ -13,9 +17,11 @@ UNIT = 16  # every size of such a product is a multiple of it: rows are whole lo
 E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
 
 
-def refused() -> str | None:
-    """None, or why the GPU here multiplies no 8-bit floats."""
+def refused(device: str) -> str | None:
+    """None, or why the device, "cuda" or "cpu", multiplies no 8-bit floats; the interpreter stands in for a GPU."""
     have = machine.this_machine().capability
+    if device != "cuda" and machine.triton_mode() != "interpret":
+        return "FP8 products need a GPU"
     if torch.version.hip:
         return "FP8 products need an NVIDIA GPU"
     return f"FP8 products need compute capability 8.9, got {have[0]}.{have[1]}" if have and have < LOWEST else None
@@ -48,7 +54,8 @@ def rounded(x):
     if x.dtype == torch.float64 or not x.numel():
         return x
     wide = x.detach().float()
-    scale, inverse = scale_of(wide.abs().amax())
+    scale, inverse = scale_of(amax := wide.abs().amax())
+    scale = torch.where(amax.isfinite(), scale, math.nan)  # else all that is finite would become zeros, and none would know
     near = ((wide * inverse).to(E4M3).float() * scale).to(x.dtype)
     return x + (near - x).detach()  # exact: near shares x's leading bits, so the difference fits
 
@@ -139,9 +146,10 @@ def _quantize_kernel(
     pid = tl.program_id(0)
     four = (pid // blocks).to(tl.int64) * BLOCK_M + tl.arange(0, BLOCK_M)
     d = (pid % blocks).to(tl.int64) * BLOCK_D + tl.arange(0, BLOCK_D)
-    exponent = scale_exponent(tl.load(amax_ptr).to(tl.int32, bitcast=True))
+    bits = tl.load(amax_ptr).to(tl.int32, bitcast=True)
+    exponent = scale_exponent(bits)
     if pid == 0:
-        tl.store(scale_ptr, power(exponent))
+        tl.store(scale_ptr, tl.where(bits >= 0x7F800000, float("nan"), power(exponent)))  # of an amax that is not finite
     inverse, in_row = power(254 - exponent), (d < D)[None, :]
     words = tl.zeros((BLOCK_M, BLOCK_D), dtype=tl.int32)
     for r in tl.static_range(4):
@@ -177,6 +185,7 @@ def product(a, b, scale_a, scale_b, dtype: torch.dtype, bias=None, fast: bool = 
         if out is None:
             return torch._scaled_mm(a, b.t(), scale_a, scale_b, **how)
         return torch._scaled_mm(a, b.t(), scale_a, scale_b, **how, out=out)
-    made = (a.float() @ b.float().t()) * (scale_a * scale_b)
-    made = (made if bias is None else made + bias.float()).to(dtype)
+    with torch.autocast(a.device.type, enabled=False) if autocast_of(a) else contextlib.nullcontext():
+        made = (a.float() @ b.float().t()) * (scale_a * scale_b)
+        made = (made if bias is None else made + bias.float()).to(dtype)
     return made if out is None else out.copy_(made)

@@ -9,13 +9,14 @@ from whet.op import autocast_of
 from whet.ops import _cross_entropy as kernels
 from whet.ops._cross_entropy import _gradient, _narrow
 from whet.ops._fp8 import E4M3, E5M2, UNIT, casts_in_ptx, e5m2_bytes, e5m2_word, padded, product, quantized
-from whet.ops._loss_chunks import MANY_BYTES, chunks, scaled, sum_dtype
+from whet.ops._loss_chunks import CHUNK_BYTES, chunks, scaled, sum_dtype
 from whet.ops._rows import cdiv, unit_rows
 from whet.torch_ops import Fused
 
 NO_FP8 = "computes in the inputs' precision; precision='fp8' is served by triton_fp8, eager and compile"
 LOG2E = tl.constexpr(1.4426950408889634)
 STEEP = tl.constexpr(32768.0)  # the gradient of a logit, within -1..1, is held as 2^15 times that: E5M2 ends at 57344
+SHORT = 1024  # of D: so few products may be added in 14 bits, inside the tensor cores alone
 TOGETHER = 2  # chunks whose products with dlogits.T are one: its sums go to memory that much less often
 
 
@@ -94,7 +95,7 @@ def losses_and_gradients(x, w, b, target, cuts, ignore_index, softcap, dx, dw, d
     cuts   slices of the rows that follow each other: the logits of one are in memory at a time; all but the last are
            multiples of UNIT
     """
-    M, V, P = x.shape[0], w.shape[0], padded(w.shape[0])
+    (M, D), V, P = x.shape, w.shape[0], padded(w.shape[0])
     loss, stats = (torch.empty(shape, dtype=torch.float32, device=x.device) for shape in (M, (2, M)))
     (xq, x_turned, x_scale), (wq, w_turned, w_scale) = quantized(x), quantized(w)
     bias = torch.nn.functional.pad(b, (0, P - V)) if b.numel() else None
@@ -108,7 +109,7 @@ def losses_and_gradients(x, w, b, target, cuts, ignore_index, softcap, dx, dw, d
         turned = None  # the last group's goes before this one's comes
         turned = torch.empty((P, end - start) if wanted else 0, dtype=E5M2, device=x.device)
         for cut in group:
-            z = product(xq[cut], wq, x_scale, w_scale, x.dtype, bias, fast=True, out=logits[: cut.stop - cut.start])
+            z = product(xq[cut], wq, x_scale, w_scale, x.dtype, bias, fast=SHORT >= D, out=logits[: cut.stop - cut.start])
             kernels.losses(z, V, target[cut], ignore_index, 0.0, softcap, loss[cut], stats[:, cut])
             if wanted:
                 dz, here = grads[: len(z)], turned[:, cut.start - start : padded(cut.stop) - start]
@@ -126,7 +127,7 @@ def losses_and_gradients(x, w, b, target, cuts, ignore_index, softcap, dx, dw, d
 def whole_chunks(x, w) -> list[slice]:
     """Chunks of whole tiles: rows of any length are cut as if 128 of them fitted."""
     (V, D), size = w.shape, x.element_size()
-    return chunks(x.numel() // D, min(padded(V) * size, MANY_BYTES // 128), padded(V) * D * size)
+    return chunks(x.numel() // D, min(padded(V) * size, CHUNK_BYTES // 128), padded(V) * D * size)
 
 
 def inside(x, w, target, ignore_index, reduction, softcap, num_items, b, *wanted) -> int:
@@ -186,7 +187,7 @@ def fp8_refuses(x, w, target, reduction="mean", label_smoothing=0.0, precision=N
     if precision != "fp8":
         return "changes the precision, which is done only where asked for: precision='fp8'"
     if (dtype := autocast_of(x) or x.dtype) != torch.bfloat16:
-        return f"x must be bfloat16, got {dtype}"
+        return f"x, or the dtype of autocast, must be bfloat16, got {dtype}"
     if reduction == "none":
         return "reduction must be 'mean' or 'sum', got 'none'"
     if label_smoothing:

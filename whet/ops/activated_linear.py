@@ -10,8 +10,9 @@ import torch.nn.functional as F
 import triton
 import triton.language as tl
 
+from whet.compiled import compiled
 from whet.launch import launcher
-from whet.op import Cost, Impl, Op, autocast_of, compiled, floating, lay, layout_of, nbytes, same_device
+from whet.op import Cost, Impl, Op, autocast_of, floating, lay, layout_of, nbytes, same_device
 from whet.ops._phi import _gelu_factor
 from whet.ops._rows import KERNEL_DTYPES, cdiv, unit_rows
 from whet.ops.gelu import reference as gelu_reference

@@ -9,7 +9,8 @@ and F.linear.
 import torch
 import torch.nn.functional as F
 
-from whet.op import Cost, Impl, Op, autocast_of, compiled, floating, lay, layout_of, nbytes, same_device
+from whet.compiled import compiled
+from whet.op import Cost, Impl, Op, autocast_of, floating, lay, layout_of, nbytes, same_device
 from whet.ops import _gated
 from whet.ops._rows import KERNEL_DTYPES, unit_rows
 from whet.ops.geglu import NAMES

@@ -9,7 +9,8 @@ import torch
 import torch.nn.functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from whet.op import Impl, Rank, compiled
+from whet.compiled import compiled
+from whet.op import Impl, Rank
 from whet.ops.attention.meaning import NO_FP8, any_blind, reference, scale_of, seen, span
 
 SCORES_LIMIT, MASK_LIMIT = 16 << 30, 4 << 30  # bytes

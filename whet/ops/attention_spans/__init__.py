@@ -3,7 +3,8 @@
 import torch
 import torch.nn.functional as F
 
-from whet.op import Impl, Op, compiled
+from whet.compiled import compiled
+from whet.op import Impl, Op
 from whet.ops._rows import KERNEL_DTYPES
 from whet.ops.attention.common import Tile, block_d, has_descriptors, shaped
 from whet.ops.attention.meaning import KINDS, dtype_of, per_query_head, proof, scale_of, smaller

@@ -1,0 +1,27 @@
+"""torch.compile of a formula, as every op has it among its impls."""
+
+import functools
+from collections.abc import Callable
+
+import torch
+from torch._guards import detect_fake_mode
+
+
+def compiled(reference: Callable) -> Callable:
+    """torch.compile of the reference, made at first use: one graph per shape, no dynamic guards to pay for."""
+
+    @functools.cache
+    def build():
+        torch._dynamo.config.recompile_limit = max(torch._dynamo.config.recompile_limit, 64)
+        return torch.compile(reference, dynamic=False, fullgraph=True)
+
+    @functools.wraps(reference)
+    def run(*args, **options):
+        if torch.compiler.is_compiling():
+            return reference(*args, **options)  # inside a larger torch.compile the formula itself is what gets fused
+        if torch._C._len_torch_dispatch_stack() and detect_fake_mode() is not None:
+            # What it refuses to trace here it would skip for good in this process, and then fail with real tensors too.
+            raise RuntimeError(f"{reference.__module__}: torch.compile decides itself what it keeps, and meets no fake tensors")
+        return build()(*args, **options)
+
+    return run
