@@ -30,8 +30,7 @@ from whet.verify import leaf_copies, upstream
 FLUSH_BYTES = 256 * 2**20  # several times the largest L2 (H200: 60 MiB; MI300X: 256 MiB of Infinity Cache)
 MODES = ("eager", "graph")
 SLOW_MS = 100.0  # a run of this length needs no more warming up than itself
-SCREEN = 0.4  # of the time given: as long as all candidates of a race run
-SCREEN_ROUNDS = 100  # and at most so many rounds
+SCREEN, SCREEN_ROUNDS = 0.4, 100  # of the time given, and at most so many rounds: as long as all candidates of a race run
 EARLY_LOOKS = (3, 5)  # rounds after which those that are slower by a wide margin need run no more
 LIMIT = 4.0  # times the time given: when a race that is not settled ends,
 LATE_ROUNDS, LIMIT_S = 80, 60.0  # but not before so many rounds or seconds,
@@ -41,14 +40,17 @@ SLEEP_CYCLES = 2_000_000  # about a millisecond
 
 
 class Turns:
-    """Candidates run in turns: each round runs each once, in an order of its own, so that none always follows the same one."""
+    """Candidates run in turns: each round runs each once, in an order of its own, so that none always follows the same one.
 
-    def __init__(self, runs: dict[str, Callable], mode: str, flush: bool):
+    slowest  of a time here, that of the slowest of the processes that run the same together
+    """
+
+    def __init__(self, runs: dict[str, Callable], mode: str, flush: bool, slowest: Callable[[float], float] = float):
         if mode not in MODES:
             raise ValueError(f"compare: mode must be one of {MODES}, got {mode!r}")
         if mode == "graph" and not torch.cuda.is_available():
             raise ValueError("compare: mode graph needs a GPU")
-        self.gpu = torch.cuda.is_available()
+        self.gpu, self.slowest = torch.cuda.is_available(), slowest
         self.host = self.gpu and mode == "eager"  # whether host time means something
         self.memory: dict[str, float | None] = dict.fromkeys(runs)
         self.slow = dict.fromkeys(runs, False)
@@ -65,7 +67,7 @@ class Turns:
     def _ready_gpu(self, runs: dict[str, Callable], mode: str, flush: bool) -> None:
         for name, run in runs.items():
             self.memory[name] = peak_mib(run)
-            self.slow[name] = _once_gpu(run, False, False)[0] > SLOW_MS
+            self.slow[name] = self.slowest(_once_gpu(run, False, False)[0]) > SLOW_MS
         graphs = {n: Graph(run, warm_up=1 if self.slow[n] else 3) for n, run in runs.items()} if mode == "graph" else {}
         self.once = {n: functools.partial(_once_gpu, graphs.get(n) or run, bool(graphs), flush) for n, run in runs.items()}
 
@@ -78,7 +80,7 @@ class Turns:
         for name in self.order:
             if name in names:
                 ms, host = self.once[name]()
-                self.samples[name].append((max(ms, LEAST_MS), host))
+                self.samples[name].append((max(self.slowest(ms), LEAST_MS), host))
         self.rounds += 1
 
     def times(self) -> dict[str, list[float]]:
@@ -116,19 +118,20 @@ class Race:
 
 
 def race(
-    runs: dict[str, Callable], keep: str | None, mode: str = "eager", seconds: float = 0.25, flush: bool = True
+    runs: dict[str, Callable], keep: str | None, mode: str = "eager", seconds: float = 0.25, flush: bool = True,
+    slowest: Callable[[float], float] = float,
 ) -> Race:
     """Choose among candidates, simplest first, by running them in turns until the choice is sure or time is out.
 
     keep     what the user had: the choice where time runs out
     seconds  time per candidate that all run for; then whoever is surely slower falls out, and the others go on
+    slowest  as Turns takes it: processes that race together choose alike
     """
-    turns, watch, left = Turns(runs, mode, flush), busy.Watch(), list(runs)
-    clock, began = sm_mhz(), now()
-    given = seconds * len(runs)
+    turns, watch, left = Turns(runs, mode, flush, slowest), busy.Watch(), list(runs)
+    clock, began, given = sm_mhz(), now(), seconds * len(runs)
 
     def late() -> bool:
-        spent = now() - began
+        spent = slowest(now() - began)
         long = spent > LIMIT * given and (turns.rounds >= LATE_ROUNDS or spent > LIMIT_S)
         return turns.rounds >= MAX_ROUNDS or (turns.rounds >= fewest(len(left) - 1) and long)
 
@@ -141,7 +144,7 @@ def race(
         turns.run(left)
         if n in EARLY_LOOKS:
             look()
-        if n >= max(EARLY_LOOKS) and now() - began >= SCREEN * given:
+        if n >= max(EARLY_LOOKS) and slowest(now() - began) >= SCREEN * given:
             break
     while not (found := look()).settled and not late():
         until = max(fewest(len(left) - 1), turns.rounds * 3 // 2)
@@ -330,8 +333,7 @@ def dispatch_us(calls: int = 200, turns: int = 25) -> dict[str, float]:
         ways = (choices.rms_norm, looped(direct), direct)
         choices.rms_norm(*args)
         written, plain, least = (min(times) for times in zip(*[[once(run) for run in ways] for _ in range(turns)]))
-    added = {"dispatch_us": written, "dispatch_plain_us": plain}
-    return {name: round((seconds - least) / calls * 1e6, 3) for name, seconds in added.items()}
+    return {n: round((s - least) / calls * 1e6, 3) for n, s in (("dispatch_us", written), ("dispatch_plain_us", plain))}
 
 
 def looped(run: Callable) -> Callable:

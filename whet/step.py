@@ -17,6 +17,7 @@ from whet.step_plans import (
     PLANS,
     AddingLoop,
     CapturedLoop,
+    ChosenStep,
     LoopWork,
     LossOf,
     as_graph,
@@ -24,6 +25,7 @@ from whet.step_plans import (
     choose,
     outside_because,
 )
+from whet.step_shared import choose_shared, shared
 from whet.subjects import compiled_forward
 from whet.swap._state import as_before
 from whet.trackers import log_choices
@@ -144,23 +146,34 @@ class CompiledStep:
         if len(self.served) >= SHAPES:
             self.others += 1
             return ServedShape("", AS_IT_IS, "", work, reports)
-        strange = next((x for x in tree_flatten((args, kwargs))[0] if not isinstance(x, (torch.Tensor, *PLAIN))), None)
-        if not self.plans:
-            plan, why, figures = AS_IT_IS, "no other plan was asked for", dict[str, float]()
-        elif strange is not None:
-            plan, why, figures = AS_IT_IS, f"the batch holds a {type(strange).__name__}, whose tensors are not seen", {}
-        else:
-            chosen = choose(work, self.seconds, self.compiled, () if self.plans is True else tuple(self.plans))
-            plan, why, figures = chosen.plan, chosen.why, chosen.figures
+        chosen = self._chosen(work)
+        plan, why, work.run = chosen.plan, chosen.why, chosen.run
         ask_by_plan(self.model, plan)
-        if plan.compiled:
+        if plan.compiled and work.run is None:
             work.run = compiled_forward(self.model)
         if plan.graph and (outside := outside_because(self.optimizer)):
             why += f"; the optimizer runs outside the graph: {outside}"
         work.args, work.kwargs = (), {}
         served = self.served[key] = ServedShape(described(args, kwargs), plan, why, work, reports)
-        log_choices("compile_step", str(served), figures, self.log_to)
+        log_choices("compile_step", str(served), chosen.figures, self.log_to)
         return served
+
+    def _chosen(self, work: LoopWork) -> ChosenStep:
+        """The plan of batches of a shape that was not met before."""
+        leaves = tree_flatten((work.args, work.kwargs))[0]
+        strange = next((x for x in leaves if not isinstance(x, (torch.Tensor, *PLAIN))), None)
+        if not self.plans:
+            return ChosenStep(AS_IT_IS, "no other plan was asked for", {})
+        if strange is not None:
+            return ChosenStep(AS_IT_IS, f"the batch holds a {type(strange).__name__}, whose tensors are not seen", {})
+        only = () if self.plans is True else tuple(self.plans)
+        if not shared():
+            return choose(work, self.seconds, self.compiled, only)
+        if self.served:  # another process may have met this shape before, or never will
+            first = next(iter(self.served.values()))
+            why = f"as for {first.words}: processes that train together choose once"
+            return ChosenStep(first.plan, why, {}, run=first.work.run)
+        return choose_shared(work, self.seconds, self.compiled, only)
 
     def _key(self, args: tuple, kwargs: dict) -> Hashable:
         """What a plan holds for: shapes and layouts of the batch, its other values, and the precision set around the loop."""

@@ -323,6 +323,7 @@ class ChosenStep:
     why: str
     figures: dict[str, float]
     plans: tuple[dict, ...] = ()  # every plan that was tried, as records hold it, the step as it is first
+    run: Callable | None = None  # called in the model's place, where what was tried is what runs
 
     def to_record(self) -> dict:
         return {"chosen": self.plan.name, "why": self.why, "plans": list(self.plans)}
@@ -330,8 +331,6 @@ class ChosenStep:
 
 def choose(work: LoopWork, seconds: float, compiled: bool = True, only: tuple[str, ...] = ()) -> ChosenStep:
     """The best plan of this step, tried on copies. Whatever fails costs plans, never the step."""
-    if torch.distributed.is_available() and torch.distributed.is_initialized() and torch.distributed.get_world_size() > 1:
-        return ChosenStep(AS_IT_IS, "several processes train together, and plans are tried in one", {})
     modes = [(m, m.training) for m in work.model.modules()]
     try:
         with quiet(work.model), quick_collections():

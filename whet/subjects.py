@@ -3,7 +3,7 @@
 import collections
 import functools
 import types
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, replace
 
 import torch
@@ -295,9 +295,7 @@ class Given:
             module.register_forward_hook(lambda m, args, out: found.update(t.dtype for t in tensors_in(out)))
         with torch.no_grad():
             work.forward()
-        steps = [torch.finfo(d).eps for d in found if d.is_floating_point and d.itemsize < 4]
-        steps += [2.0**-10] if torch.get_float32_matmul_precision() != "highest" else []
-        return max(steps, default=None)
+        return coarsest_rounding(found)
 
     def truth(self) -> Evidence:
         return self._in_float64()
@@ -338,6 +336,13 @@ class Given:
 
     def canonical(self, gradients: Mapping) -> dict:
         return dict(gradients)
+
+
+def coarsest_rounding(dtypes: Iterable[torch.dtype]) -> float | None:
+    """The largest rounding step of these, and of products as the process is set; None where that is float32's."""
+    steps = [torch.finfo(d).eps for d in dtypes if d.is_floating_point and d.itemsize < 4]
+    steps += [2.0**-10] if torch.get_float32_matmul_precision() != "highest" else []
+    return max(steps, default=None)
 
 
 def compiled_forward(model: nn.Module) -> Callable:
