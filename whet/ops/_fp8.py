@@ -129,7 +129,7 @@ def e5m2_word(a, b, c, d, IN_PTX: tl.constexpr):
 
 
 @triton.jit
-def _quantize_kernel(
+def _cast_turned_kernel(
     x_ptr, amax_ptr,  # inputs
     y_ptr, turned_ptr, scale_ptr,  # outputs: (rows, D) bytes, (D, rows / 4) int32 of four rows' bytes each, one number
     stride_xm, stride_xd,
@@ -168,7 +168,7 @@ def quantized(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor
     amax = torch.linalg.vector_norm(x, float("inf"), dtype=torch.float32)
     y, turned = (torch.empty(shape, dtype=E4M3, device=x.device) for shape in ((rows, D), (D, rows)))
     scale = torch.empty((), dtype=torch.float32, device=x.device)
-    launcher(_quantize_kernel)[(cdiv(rows, 64) * cdiv(D, 128),)](
+    launcher(_cast_turned_kernel)[(cdiv(rows, 64) * cdiv(D, 128),)](
         x, amax, y.view(torch.uint8), turned.view(torch.int32), scale, *x.stride(), M, D, rows,
         BLOCK_M=16, BLOCK_D=128, num_warps=4,
     )
