@@ -159,8 +159,8 @@ def test_ops_example_runs_and_lists_every_op_with_its_impls():
 def test_optimize_example_shows_calls_plans_and_the_choice(planted):
     result = invoke(*example("optimize"))
     assert result.exit_code == 0, result.stderr
-    target, lock, precision, again, seconds, _, against = planted[0]
-    assert (target, precision, again, seconds, against) == ("tiny-llama:tiny", "float32", False, 0.5, "")
+    target, lock, precision, again, seconds, _, against, only = planted[0]
+    assert (target, precision, again, seconds, against, only) == ("tiny-llama:tiny", "float32", False, 0.5, "", [])
     assert str(lock.path) == "whet.lock"
     assert "stock: 2.00x the plain eager model, every gradient verified. No GPU." in result.stdout
     assert "before: plain eager" in result.stdout and "4,000" in result.stdout and "lock: whet.lock" in result.stdout
@@ -238,12 +238,13 @@ def test_plans_that_were_never_timed_have_a_line_too():
 
 def test_optimize_json_is_a_record_and_options_reach_it(planted):
     options = "--precision bfloat16 --again --seconds 0.1 --lock my.lock --records kept --json --against tiny-llama"
-    result = invoke("optimize", "tiny-llama:tiny", *options.split())
+    result = invoke("optimize", "tiny-llama:tiny", *options.split(), "--only", "torch.compile, choices,stock + CUDA graph")
     made = json.loads(result.stdout)
     assert made["measured"] == RESULT and "tiny-llama:tiny --precision bfloat16" in made["command"]
-    target, lock, *rest, _, against = planted[0]
+    target, lock, *rest, _, against, only = planted[0]
     assert (target, str(lock.path), rest) == ("tiny-llama:tiny", "my.lock", ["bfloat16", True, 0.1])
-    assert against == "tiny-llama" and made["command"].endswith("--against tiny-llama")
+    assert against == "tiny-llama" and only == ["torch.compile", "eager + choices", "eager + CUDA graph"]
+    assert made["command"].endswith("--against tiny-llama --only 'torch.compile, choices,stock + CUDA graph'")
     (path,) = Path("kept").iterdir()
     assert json.loads(path.read_text()) == made
 

@@ -6,8 +6,8 @@ from dataclasses import replace
 import pytest
 import torch
 
-from whet import matrix
-from whet.matrix import STAGES, Matrix, MatrixCell, StepWay, points, reduced
+from whet import machine, matrix, subjects
+from whet.matrix import STAGES, Matrix, MatrixCell, StepWay, points
 from whet.measure import Race
 from whet.models.transformer_np import RECIPES, SIZES, TransformerNPConfig
 from whet.race import race_outcome, timing
@@ -96,11 +96,22 @@ def test_out_of_memory_is_a_cells_reason(monkeypatch):
     assert made.cell(made.ways[0], False, False).why.startswith("out of memory at ")
 
 
-def test_a_shape_whose_oracle_does_not_fit_is_proved_at_a_smaller_one():
+def test_a_shape_with_too_many_scores_for_float64_is_proved_with_fewer_layers(monkeypatch):
     large = subject_of("transformer-np:large")
-    small = reduced(large)
-    assert small.recipe.batch == 1 and small.recipe.context < 20_000 and small.sizes == large.sizes
-    assert points(large) == "B1 (200,000, 5,000)" and reduced(subject_of(TARGET)).recipe == RECIPES["test"]
+    small = large.proof()
+    assert small.recipe == large.recipe and small.sizes == replace(large.sizes, layers=1) and small.part == "1 of 12 layers"
+    assert points(large) == "B1 (200,000, 5,000)" and subject_of(TARGET).proof().recipe == RECIPES["test"]
+    monkeypatch.setitem(subjects.ORACLE_SCORES, machine.this_machine().device, 2 * 2 * 12 * 5)  # of one layer
+    made = Matrix(TARGET, "float32", only=["custom separate", "SDPA flash"], cells=["plain"])
+    cells = list(made.cells())
+    assert [(c.way, c.ok, c.proved) for c in cells] == [(w, True, "1 of 2 layers") for w in ("SDPA flash", "custom separate")]
+
+
+def test_ways_and_cells_that_are_not_known_are_named():
+    with pytest.raises(ValueError, match="there is no way 'fast'; there are SDPA flash, SDPA cuDNN, torch.compile"):
+        Matrix(TARGET, only=["fast"])
+    with pytest.raises(ValueError, match="there is no cell 'graphs'; there are plain, graph, checkpointed"):
+        Matrix(TARGET, cells=["graphs"])
 
 
 def test_tables_have_a_row_for_each_cell_and_for_each_way_that_ran():

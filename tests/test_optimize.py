@@ -11,16 +11,17 @@ import torch
 from conftest import without
 
 import whet.plans
-from whet import models
+from whet import machine, models, subjects
 from whet.choices import Choices
 from whet.lock import Lock
 from whet.models import Recipe
 from whet.models.tiny_llama import MODEL, RECIPES, SIZES, TinyLlamaConfig
 from whet.op import Impl, discover
+from whet.plan import asked_plans
 from whet.plans import BEFORE, PRECISIONS, Plan, PlanRunner, best_plan
 from whet.race import NOISY
 from whet.subjects import BuiltIn
-from whet.verify import Verdict
+from whet.verify import Verdict, judge
 from whet.workload import in_precision
 
 SMALL = TinyLlamaConfig(hidden=32, layers=1, heads=2, kv_heads=1, vocab=31)
@@ -335,3 +336,34 @@ def test_a_plan_that_cannot_be_captured_keeps_its_uncaptured_result(monkeypatch)
         trial.run(plan)
         plain, graphed = (trial.results[plan.name + end] for end in ("", " + CUDA graph"))
         assert plain.ok and not graphed.ok and "not permitted when stream is capturing" in graphed.why
+
+
+def test_plans_that_are_named_are_tried_alone_and_the_lock_keeps_none(small, tuned):
+    result = best_plan(TARGET, tuned, seconds=0.02, only=["eager + choices"])
+    assert list(named(result)) == [BEFORE, "eager + choices"] and named(result)["eager + choices"]["ok"]
+    assert result["entries"] and not tuned.plans
+    with pytest.raises(ValueError, match="no plan 'fast' here; there are eager, eager"):
+        best_plan(TARGET, tuned, only=["fast"])
+
+
+def test_of_a_plan_that_is_named_only_as_a_graph_nothing_else_is_raced(monkeypatch):
+    monkeypatch.setattr("whet.workload.Graph", Replay)
+    monkeypatch.setattr(torch, "compile", lambda module, **_: module)
+    trial = whet.plans.Trial(SUBJECT, "float32", 0.02)
+    trial.graphs, trial.choices = True, {mode: Choices() for mode in ("eager", "graph", "compile", "compile + graph")}
+    trial.only = ["eager + CUDA graph", "torch.compile + choices + CUDA graph"]
+    for plan in asked_plans(SUBJECT.plans(), trial.only, graphs=True):
+        trial.run(plan)
+    assert [*trial.results] == trial.only == [*trial.entered], {n: r.why for n, r in trial.results.items()}
+
+
+def test_a_model_with_too_many_scores_for_float64_is_verified_with_fewer_layers(small, tuned, monkeypatch):
+    monkeypatch.setitem(SIZES, "test", replace(SMALL, layers=3))
+    monkeypatch.setitem(subjects.ORACLE_SCORES, machine.this_machine().device, 2 * RECIPE.batch * SMALL.heads * 8 * 8)
+    judged = []
+    monkeypatch.setattr(whet.plans, "judge", lambda found, *rest: judged.append(found) or judge(found, *rest))
+    result = best_plan(TARGET, tuned, seconds=0.02)
+    assert all(p["ok"] for p in result["plans"]) and len(judged) == 2
+    numbers = [{part for name in found for part in name.split(".") if part.isdigit()} for found in judged]
+    assert numbers == [{"0", "1"}] * 2
+    assert any(note.startswith("verified with 2 of 3 layers, at the whole batch") for note in result["notes"])

@@ -9,7 +9,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from whet.choices import Choices
-from whet.models import recipe_of
+from whet.models import recipe_of, transformer_np
 from whet.models.transformer_np import (
     DOWN,
     MODEL,
@@ -73,6 +73,20 @@ def test_variants_agree_in_float64(device):
         assert set(other) == set(first)
         for name, t in first.items():
             torch.testing.assert_close(other[name], t)
+
+
+def test_the_oracle_attends_in_blocks_where_scores_are_many(device, monkeypatch):
+    plain = weights(SMALL)
+    whole = evidence(built(SMALL, "plain", plain, device).double(), device)
+    monkeypatch.setattr(transformer_np, "ORACLE_SCORES", RECIPE.batch * SMALL.heads * RECIPE.context * 7)  # 7 of 40 queries
+    blocks, materialised = [], transformer_np.attention
+    monkeypatch.setattr(transformer_np, "attention", lambda q, k, v: blocks.append(q.shape[2]) or materialised(q, k, v))
+    found = evidence(built(SMALL, "plain", plain, device).double(), device)
+    assert sorted(blocks) == sorted([7, 7, 7, 7, 7, 5] * SMALL.layers * 2), "once forward, once more in the backward"
+    for name, t in whole.items():
+        torch.testing.assert_close(found[name], t)
+    evidence(built(SMALL, "plain", plain, device), device)
+    assert len(blocks) == 12 * SMALL.layers + SMALL.layers, "in float32 it is whole"
 
 
 def test_the_comparison_would_see_a_single_scaled_norm(device):

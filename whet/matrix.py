@@ -10,8 +10,8 @@ import contextlib
 import functools
 import math
 import re
-from collections.abc import Callable, Iterator, Mapping
-from dataclasses import asdict, dataclass, field, replace
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, field
 from typing import Any
 
 import torch
@@ -35,9 +35,9 @@ from whet.workload import ROUNDING, Workload
 
 KERNELS = {"rms_norm": "triton", "add_rms_norm": "triton", "gmm_log_prob": "triton"}
 SEPARATE = KERNELS | {"attention": "triton", "mlp": "hybrid", "grouped_mlp": "torch"}
-FUSED = KERNELS | {"attention": "triton_fused_bwd", "mlp": "triton", "grouped_mlp": "triton"}
+FUSED = KERNELS | {"attention": "triton", "mlp": "triton", "grouped_mlp": "triton"}
 FP8 = torch.finfo(torch.float8_e4m3fn).eps
-ORACLE_BYTES = {"cuda": 16 << 30, "cpu": 1 << 30}  # of materialised attention, which the float64 oracle may take
+CELLS = ("plain", "graph", "checkpointed", "checkpointed graph")
 STAGES = {"attention": r"\.attention(\.|$)", "MLP": r"\.mlp(\.|$)", "heads": r"^heads(\.|$)", "norms": r"\.\d+$", "loss": ""}
 
 
@@ -78,7 +78,7 @@ def ways(subject: BuiltIn) -> list[StepWay]:
         StepWay("torch.compile", stock, compiled=True),
         StepWay("custom separate", tuned, SEPARATE),
         StepWay("custom fused", tuned, FUSED),
-        StepWay("custom FP8", tuned, FUSED | {"attention": "triton_fp8"}, rounding=FP8),
+        StepWay("custom FP8", tuned, SEPARATE | {"attention": "triton_fp8"}, rounding=FP8),
     ]
 
 
@@ -91,7 +91,7 @@ class MatrixCell:
     graph: bool
     ok: bool = False
     why: str = ""
-    proved: str = ""  # the smaller shape that was proved in this one's place
+    proved: str = ""  # "1 of 12 layers", which were proved in the place of all
     share: float | None = None  # of the error budget that it used
     ms: float | None = None
     low: float | None = None
@@ -112,18 +112,27 @@ class Matrix:
 
     target      a built-in model and its size, 'transformer-np:small'
     seconds     of timing for each cell
+    only        names of the ways to run; none: all
+    cells       which of CELLS each way has
     """
 
-    def __init__(self, target: str, precision: str = "bfloat16", seconds: float = 0.5, device: str = ""):
+    def __init__(
+        self, target: str, precision: str = "bfloat16", seconds: float = 0.5, device: str = "", only: Sequence[str] = (),
+        cells: Sequence[str] = CELLS,
+    ):
         subject = subject_of(target)
         if not isinstance(subject, BuiltIn):
             raise ValueError(f"bench: {target} is no built-in model")
         self.subject, self.precision, self.seconds = subject, precision, seconds
         self.subject.device = device or subject.device
-        self.proof = reduced(self.subject)
+        self.proof = self.subject.proof()
         self.base: tuple[str, Callable] | None = None
-        self.ways = ways(subject)
-        self.count = 4 * len(self.ways)
+        known = {way.name: way for way in ways(subject)}
+        refuse_unknown("way", only, list(known))
+        refuse_unknown("cell", cells, CELLS)
+        self.ways = [way for name, way in known.items() if name in only or not only]
+        self.kinds = [kind for kind in CELLS if kind in cells]
+        self.count = len(self.kinds) * len(self.ways)
 
     def cells(self) -> Iterator[MatrixCell]:
         """Each cell when it is done; what a cell held is given back before the next."""
@@ -131,10 +140,9 @@ class Matrix:
         plain = StepWay("eager", self.subject.model.stock)
         self.eager = self._evidence(self._workload(self.proof, plain, False))
         for way in self.ways:
-            for checkpointed in (False, True):
-                for graph in (False, True):
-                    yield self.cell(way, checkpointed, graph)
-                    free_memory()
+            for kind in self.kinds:
+                yield self.cell(way, "checkpointed" in kind, "graph" in kind)
+                free_memory()
             torch._dynamo.reset()
 
     def cell(self, way: StepWay, checkpointed: bool, graph: bool) -> MatrixCell:
@@ -163,7 +171,7 @@ class Matrix:
         return work.evidence(step, self.proof.canonical)
 
     def _prove(self, way: StepWay, into: MatrixCell) -> None:
-        """Loss and every gradient against the plain variant in float64; at a smaller shape where this one is too large."""
+        """Loss and every gradient against the plain variant in float64; with fewer layers where all are too many for it."""
         work, step = self._workload(self.proof, way, into.checkpointed), None
         if into.graph:  # it trains while it is captured: the weights are put back
             weights = [p.detach().clone() for p in work.model.parameters()]
@@ -177,7 +185,7 @@ class Matrix:
         if not verdict.ok:
             raise ValueError(f"wrong: {verdict.why}")
         if self.proof is not self.subject:
-            into.proved = points(self.proof)
+            into.proved = self.proof.part
 
     def _time(self, way: StepWay, into: MatrixCell) -> None:
         with peak_memory(into, memory_allocated()):
@@ -202,31 +210,15 @@ class Matrix:
             into.stages = stages(work)
 
 
+def refuse_unknown(what: str, given: Sequence[str], known: Sequence[str]) -> None:
+    """ValueError where a name is not known."""
+    if unknown := [name for name in given if name not in known]:
+        raise ValueError(f"bench: there is no {what} {unknown[0]!r}; there are {', '.join(known)}")
+
+
 def blocks(model: Any) -> list[torch.nn.Module]:
     """The repeated blocks of a model: its longest list of modules."""
     return max((list(m) for m in model.modules() if isinstance(m, torch.nn.ModuleList)), key=lambda found: len(found))
-
-
-def scores_bytes(config: Any, recipe: Any) -> int:
-    """What the float64 oracle holds of materialised attention: scores, their softmax and the gradients of both."""
-    keys = getattr(recipe, "context", recipe.seq_len)
-    return 4 * 8 * config.layers * config.heads * recipe.batch * recipe.seq_len * keys
-
-
-def reduced(subject: BuiltIn) -> BuiltIn:
-    """The same model at a batch whose float64 oracle fits: fewer rows, then fewer points; the subject where it does itself."""
-    small: Any = subject.recipe
-    while scores_bytes(subject.sizes, small) > ORACLE_BYTES[subject.device]:
-        if small.batch > 1:
-            small = replace(small, batch=small.batch // 2)
-        elif hasattr(small, "context"):
-            context, targets = (max(1, n // 2) for n in (small.context, small.seq_len - small.context))
-            small = replace(small, context=context, seq_len=context + targets)
-        else:
-            small = replace(small, seq_len=small.seq_len // 2)
-    if small == subject.recipe:
-        return subject
-    return BuiltIn(subject.model, subject.sizes, small, subject.name, subject.device)
 
 
 def tokens(subject: BuiltIn) -> int:

@@ -1,7 +1,7 @@
 """A plan, how a model runs, and what came of trying it."""
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
@@ -24,6 +24,20 @@ class Plan:
     def mode(self) -> str:
         """Which choices it uses: host overhead counts only where the host launches each op."""
         return " + ".join(["compile"] * self.compiled + ["graph"] * self.graph) or "eager"
+
+
+def graphed(plan: Plan) -> Plan:
+    """The same plan as a CUDA graph."""
+    return replace(plan, name=plan.name + " + CUDA graph", graph=True)
+
+
+def asked_plans(plans: list[Plan], only: Collection[str], graphs: bool) -> list[Plan]:
+    """Those of which `only` names one, or its CUDA graph; all where nothing is named. ValueError where a name is no plan's."""
+    names = {p: [p.name, *([graphed(p).name] if graphs and not p.graph else [])] for p in plans}
+    if unknown := set(only) - {name for found in names.values() for name in found}:
+        known = ", ".join(name for found in names.values() for name in found)
+        raise ValueError(f"optimize: there is no plan {min(unknown)!r} here; there are {known}")
+    return [p for p in plans if not only or set(only) & {*names[p]}]
 
 
 def compiled(plans: list[Plan]) -> list[Plan]:

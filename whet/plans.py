@@ -21,7 +21,7 @@ from whet.lock import Lock
 from whet.machine import commit
 from whet.measure import Race, free_memory, memory_allocated, now, race
 from whet.op import Call
-from whet.plan import BEFORE, Plan, PlanResult, peak_memory
+from whet.plan import BEFORE, Plan, PlanResult, asked_plans, graphed, peak_memory
 from whet.plan_memory import PlanMemory, lacking
 from whet.race import Outcome, Ratio, decide, leanest, paired, through
 from whet.subjects import BuiltIn, Subject, subject_of
@@ -36,10 +36,13 @@ ROOM = 1.2  # times the most memory that a plan took: what must be free for the 
 
 
 class PlanRunner:
-    """One plan made real: a model with the given weights, its optimizer, and a step to call."""
+    """One plan made real: a model with the given weights, its optimizer, and a step to call. subject: None is the trial's."""
 
-    def __init__(self, trial: "Trial", plan: Plan, choices: Choices | None, precision: str, weights: Weights | None = None):
-        self.subject = trial.subject
+    def __init__(
+        self, trial: "Trial", plan: Plan, choices: Choices | None, precision: str, weights: Weights | None = None,
+        subject: Subject | None = None,
+    ):
+        self.subject = subject or trial.subject
         self.weights = self.subject.weights(plan) if weights is None else weights
         self.work = self.subject.workload(plan, choices, precision)
         self.restore()
@@ -95,9 +98,10 @@ def _named(name: str, step: Callable) -> Callable:
 
 
 class Trial:
-    """All plans of one subject: each built and verified, then raced together. predicts: whether memory is, before each."""
+    """All plans of one subject: each built and verified, then raced together."""
 
-    predicts = True
+    predicts = True  # the memory of each, before it is built
+    only: Collection[str] = ()  # the names of those that may be chosen; none: all
 
     def __init__(self, subject: Subject, precision: str, seconds: float, memory: PlanMemory | None = None):
         self.subject, self.precision, self.seconds = subject, precision, seconds
@@ -109,8 +113,8 @@ class Trial:
         self.entered: dict[str, Callable] = {}  # the steps of verified plans that wait in memory for the race
         self.heats: list[Race] = []
         self.wrong: set[str] = set()  # plans that failed their check
-        self.rounding = subject.rounding(precision)
-        self.truth = subject.truth()
+        self.rounding, self.proof = subject.rounding(precision), subject.proof()
+        self.truth = self.proof.truth()
         while not self._begun(subject.before()):
             free_memory()
 
@@ -120,7 +124,7 @@ class Trial:
         if self._lacks(self.before_result, "float32") and self.subject.before_in_less():
             return False
         try:
-            self.eager = self.runner(before).evidence()  # the error that eager itself makes at this precision: the budget
+            self.eager = self.evidence(before)  # the error that eager itself makes at this precision: the budget
             gc.collect()
             weights = self.subject.weights(before)
             with peak_memory(self.before_result, memory_allocated()):
@@ -144,6 +148,12 @@ class Trial:
     def runner(self, plan: Plan, precision: str | None = None, weights: Weights | None = None) -> PlanRunner:
         return PlanRunner(self, plan, self.choices_of(plan), precision or self.precision, weights)
 
+    def evidence(self, plan: Plan, runner: PlanRunner | None = None) -> dict[str, torch.Tensor]:
+        """What one step by the plan computes: by the runner, unless something smaller is verified in the subject's place."""
+        if runner is None or self.proof is not self.subject:
+            runner = PlanRunner(self, plan, self.choices_of(plan), self.precision, None, self.proof)
+        return runner.evidence()
+
     def _lacks(self, result: PlanResult, precision: str) -> str:
         """Why a plan surely does not fit the memory that is free now; what it is predicted to take is noted."""
         if not self.predicts:
@@ -163,16 +173,21 @@ class Trial:
 
     def _run(self, plan: Plan) -> list[PlanResult]:
         """The plan, and on a GPU the same under a CUDA graph; where both choose alike a model is compiled once for both."""
-        result, runner, origin = self.ready.pop(plan.name) if plan.name in self.ready else self.prepare(plan)
-        results = [self.finish(result, runner)]
-        if self.graphs and not plan.graph:
-            graphed = replace(plan, name=plan.name + " + CUDA graph", graph=True)
-            alike = plan.choices != "tuned" or self.choices[plan.mode].table == self.choices[graphed.mode].table
-            if not (plan.compiled and alike):
-                runner = None
-            result, runner, _ = self.prepare(graphed, runner, origin)
+        results, runner, origin, after = list[PlanResult](), None, None, graphed(plan)
+        both = self.graphs and not plan.graph and self._asked(after)
+        shared = both and plan.compiled and (
+            plan.choices != "tuned" or self.choices[plan.mode].table == self.choices[after.mode].table
+        )
+        if self._asked(plan) or shared:
+            result, runner, origin = self.ready.pop(plan.name) if plan.name in self.ready else self.prepare(plan)
+            results += [self.finish(result, runner)] if self._asked(plan) else []
+        if both:
+            result, runner, _ = self.prepare(after, runner if shared else None, origin)
             results.append(self.finish(result, runner))
         return results
+
+    def _asked(self, plan: Plan) -> bool:
+        return not self.only or plan.name in self.only
 
     def _room(self) -> bool:
         if not torch.cuda.is_available():
@@ -215,7 +230,7 @@ class Trial:
         if runner is None:
             return result
         try:
-            verdict = judge(self._complete(runner.evidence()), self.eager, self.truth, self.rounding)
+            verdict = judge(self._complete(self.evidence(result.plan, runner)), self.eager, self.truth, self.rounding)
             result.ok, result.why, result.share = verdict.ok, verdict.why, round(verdict.share, 4)
             if verdict.ok:
                 self.entered[result.name] = runner.step
@@ -300,13 +315,8 @@ class Trial:
 
 
 def best_plan(
-    target: str,
-    lock: Lock | None = None,
-    precision: str = "float32",
-    again: bool = False,
-    seconds: float = 0.5,
-    progress: Callable[[str, int, int], None] = lambda text, done, total: None,
-    against: str = "",
+    target: str, lock: Lock | None = None, precision: str = "float32", again: bool = False, seconds: float = 0.5,
+    progress: Callable[[str, int, int], None] = lambda text, done, total: None, against: str = "", only: Collection[str] = (),
 ) -> dict:
     """The proof: calls, candidates and choices, plans before and after. From the lock when it already holds it.
 
@@ -314,20 +324,23 @@ def best_plan(
     precision  float32 (the model's own), tf32 or bfloat16 (autocast): only ever what is asked for
     again      measure plans anew even if the lock has them; what a function returns is always measured
     against    another built-in model, under torch.compile, that the chosen plan runs in turns with; plans are measured anew
+    only       names of the plans to try, as the result has them; the lock then keeps the choices, not these plans
     """
     if precision not in PRECISIONS:
         raise ValueError(f"optimize: precision must be one of {PRECISIONS}, got {precision!r}")
     subject, lock = subject_of(target), lock or Lock.read()
     key, rival = f"{subject.name} {precision}", rival_of(subject, against) if against else None
-    known = lock.plans.get(key) if subject.stored and not rival else None
+    known = lock.plans.get(key) if subject.stored and not rival and not only else None
     if known and not again and known["config"] == subject.config:
         entries = entries_of(lock, [Call(**item["call"]) for item in known["calls"]])
         return known | {"from_lock": True, "entries": list(entries.values())}
     started, memory = now(), PlanMemory(subject.workload, subject.device, subject.notes)
+    todo = asked_plans(subject.plans(), only, subject.device == "cuda")
     memory.refuse(subject.name, subject.plans(), precision, free_bytes(torch.device(subject.device)))
     progress("recording calls", 0, 1)
     calls, recorded = subject.calls(precision), now()
-    trial, todo = Trial(subject, precision, seconds, memory), subject.plans()
+    trial = Trial(subject, precision, seconds, memory)
+    trial.only = only
     with Tuning(calls, lock, progress=progress) as tuning:
         trial.prepare_early(todo)  # while children verify candidates
         tuned = tuning.finish(seconds=0.1)
@@ -346,7 +359,7 @@ def best_plan(
     result |= {"seconds": round(now() - started, 1), "phases": {k: round(v, 1) for k, v in phases.items()}}
     if result["forgotten"]:
         forget(lock, [key for key, entry in tuned.entries.items() if entry["mode"] in result["forgotten"]])
-    if subject.stored:
+    if subject.stored and not only:
         save_plans(lock, key, result)
     return result | {"from_lock": False, "entries": list(tuned.entries.values())}
 

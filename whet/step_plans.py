@@ -19,8 +19,8 @@ from whet.diagnose.target import CannotRun, Target
 from whet.figures import error_line, ms
 from whet.graphs import Graph
 from whet.measure import free_memory
-from whet.plan import BEFORE, Plan, PlanResult, compiled
-from whet.plans import OUT_OF_MEMORY, PlanRunner, Trial
+from whet.plan import BEFORE, Plan, compiled
+from whet.plans import OUT_OF_MEMORY, Trial
 from whet.subjects import Evidence, Given, compiled_forward
 from whet.swap import Journal, Met
 from whet.swap import _memory as memory
@@ -298,18 +298,9 @@ class Loop(Given):
 
 
 class LoopTrial(Trial):
-    """Plans of a loop; what torch.compile made for the loop's other shapes is kept.
+    """Plans of a loop; what torch.compile made for the loop's other shapes is kept."""
 
-    only   the names of those that may be chosen; none: all
-    """
-
-    only: tuple[str, ...] = ()
     predicts = False  # a loop waits for its first step
-
-    def finish(self, result: PlanResult, runner: PlanRunner | None) -> PlanResult:
-        if not self.only or result.name in self.only:
-            return super().finish(result, runner)
-        return result
 
     def let_go(self) -> None:
         gc.collect()

@@ -24,6 +24,7 @@ from whet.swap._replace import recognise
 from whet.torch_ops import own_code
 from whet.workload import ROUNDING, Workload, asking, asks, tensors_in
 
+ORACLE_SCORES = {"cuda": 2**37, "cpu": 2**33}  # of attention in all layers, that float64 makes: about a minute on an H200
 SWAPPED = "swapped"  # the variant of a user's model in which proved parts are replaced
 Evidence = dict[str, torch.Tensor]
 
@@ -34,9 +35,10 @@ class BuiltIn:
     name, config, samples   what it is called, what describes it, how many samples one step takes
     kind, notes             "train" or "forward" (see Workload), and what could not be done as asked
     stored                  whether the name and the config say all of it, so that the lock's result may be used again
+    part                    of a larger model, that is verified in its place: "1 of 12 layers"
     """
 
-    kind, stored, lean = "train", True, False
+    kind, stored, lean, part = "train", True, False, ""
 
     def __init__(self, model: Model, config, recipe: Recipe, name: str = "", device: str = ""):
         self.model, self.sizes, self.recipe, self.name = model, config, recipe, name or model.name
@@ -63,6 +65,23 @@ class BuiltIn:
         if detect_fake_mode() is None:
             self.made[variant] = made
         return made
+
+    def proof(self) -> "BuiltIn":
+        """What is verified in this one's place: the same with fewer layers, where float64 would make too many scores in all.
+
+        The batch stays as it is, and so does every call of a layer that is left.
+        """
+        c, r, most = self.sizes, self.recipe, ORACLE_SCORES[self.device]
+        of_a_layer = r.batch * c.heads * r.seq_len * getattr(r, "context", r.seq_len)
+        least = len(getattr(c, "pattern", "")) or 1
+        if c.layers * of_a_layer <= most or c.layers <= least:
+            return self
+        layers = min(c.layers, max(least, most // of_a_layer))
+        found = BuiltIn(self.model, replace(c, layers=layers), r, self.name, self.device)
+        found.part, found.lean = f"{layers} of {c.layers} layers", True
+        self.notes.append(f"verified with {found.part}, at the whole batch: attention of all has too many scores for float64")
+        self.before_in_less()
+        return found
 
     def before(self) -> Plan:
         """As it runs without whet: plain formulas, or PyTorch's own calls where memory does not hold those."""
@@ -242,6 +261,9 @@ class Given:
         return self.makes(
             model, args, kwargs, t.kind, optimizer, t.precision, loss_with=t.loss_with, around=t.around, clip=t.clip
         )
+
+    def proof(self) -> "Given":
+        return self
 
     def before(self) -> Plan:
         return Plan(BEFORE, "", "own")

@@ -3,6 +3,7 @@
 import json
 import os
 import re
+import shlex
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -16,6 +17,9 @@ if TYPE_CHECKING:
 TARGET_HELP = "A built-in model (tiny-llama:small, gpt2:d12@4x512), a Hugging Face folder, or file.py:function."
 Against = Annotated[str, typer.Option(
     metavar="MODEL", help="Another built-in model, timed under torch.compile in turns with the chosen plan (default: none).",
+)]
+Only = Annotated[str, typer.Option(
+    help='Plans to try, comma between, as their table names them: "torch.compile,choices + CUDA graph" (default: all).',
 )]
 Step = Annotated[bool | None, typer.Option(
     "--train/--infer", help="A folder: a training step or a forward pass (default: train where the model takes labels).",
@@ -46,6 +50,7 @@ def command(
     again: Annotated[bool, typer.Option(help="Measure the plans anew even if the lock has them (default off).")] = False,
     seconds: Annotated[float, typer.Option(min=0.0, help="Measuring time per candidate and plan, seconds.")] = 0.5,
     against: Against = "",
+    only: Only = "",
     train: Step = None,
     batch: Rows = None,
     tokens: Tokens = None,
@@ -79,7 +84,7 @@ def command(
         where, folder = lock_path(lock), is_folder(target)
         if lock is not None or "WHET_LOCK" in os.environ:
             refuse_others_file(where)
-        refuse_other_options(folder, asked.given(), precision, again, against)
+        refuse_other_options(folder, asked.given(), precision, again, against, only)
         refuse_values(asked)
         refuse_precision(precision)
     before = state(where)
@@ -87,12 +92,12 @@ def command(
         if folder:
             of_folder(target, asked, where, seconds, html, records, as_json)
         else:
-            by_plans(target, precision, again, against, where, seconds, html, records, as_json)
+            by_plans(target, precision, again, against, only, where, seconds, html, records, as_json)
 
 
 def by_plans(
-    target: str, precision: str, again: bool, against: str, where: Path, seconds: float, html: str | None, records: str,
-    as_json: bool,
+    target: str, precision: str, again: bool, against: str, only: str, where: Path, seconds: float, html: str | None,
+    records: str, as_json: bool,
 ) -> None:
     """A built-in model, or what a function returned: the ways to run it."""
     from whet.commands._memory import refuse_what_does_not_fit
@@ -102,14 +107,23 @@ def by_plans(
 
     known, ours = Lock.read(where), not target.partition(":")[0].endswith(".py")
     if ours:
-        refuse_what_does_not_fit(known, target, precision, again or bool(against))
+        refuse_what_does_not_fit(known, target, precision, again or bool(against) or bool(only))
+    names = [name.strip() for name in only.split(",") if name.strip()]
     with progress_bar(not as_json) as progress:
-        result = best_plan(target, known, precision, again, seconds, progress, against)
-    made = record.make(f"whet optimize {target} --precision {precision}{f' --against {against}' if against else ''}", result)
+        result = best_plan(target, known, precision, again, seconds, progress, against, [*map(plan_name, names)])
+    more = f"{f' --against {against}' if against else ''}{f' --only {shlex.quote(only)}' if only else ''}"
+    made = record.make(f"whet optimize {target} --precision {precision}{more}", result)
     if html:
         write_page(html, made)
     shown_lock = where if ours or result["calls"] else None
     emit(made, as_json, records, f"optimize {Path(target).name} {precision}", lambda: show(result, shown_lock))
+
+
+def plan_name(label: str) -> str:
+    """The name of a plan that a table calls so."""
+    if label.startswith("stock"):
+        return f"eager{label.removeprefix('stock')}"
+    return f"eager + {label}" if label.startswith(("choices", "swapped")) else label
 
 
 def of_folder(
@@ -145,12 +159,16 @@ def show_folder(measured: dict, lines: list[str], lock: Path | None) -> None:
         console.print(f"lock: {lock}")
 
 
-def refuse_other_options(folder: bool, given: list[str], precision: str, again: bool, against: str) -> None:
+def refuse_other_options(
+    folder: bool, given: list[str], precision: str, again: bool, against: str, only: str
+) -> None:
     """ValueError where an option was given that this kind of target does not have."""
     if not folder and given:
         raise ValueError(f"optimize: {given[0]} is for a Hugging Face folder, and the target is none")
     if folder and against:
         raise ValueError("optimize: --against compares built-in models; `whet step` times a folder by every way")
+    if folder and only:
+        raise ValueError("optimize: --only names plans of a built-in model or a function; `whet step --only` takes a folder")
     if folder and (precision != "float32" or again):
         what = "--again measures plans anew, and a folder has none" if again else "--precision is for plans; use --dtype"
         raise ValueError(f"optimize: {what}")

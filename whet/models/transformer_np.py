@@ -21,6 +21,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import nn
+from torch.utils.checkpoint import checkpoint
 
 from whet.alignment import padded_size
 from whet.choices import Choices, current
@@ -28,6 +29,7 @@ from whet.models import Model, TaskRecipe
 from whet.models._projections import cut, fill, joined
 
 VARIANTS = ("plain", "stock", "tuned")
+ORACLE_SCORES = 2**29  # that are in memory at once where a step runs in float64, which only the oracle does: 4 GiB
 FEATURES = 3  # of a point: x, y or 0, and whether it is context
 UP, DOWN = ("up.weight", "heads.up"), ("down.weight", "heads.down")  # what ends so has a padded width: rows, or columns
 
@@ -74,6 +76,12 @@ def attention(q, k, v):
     return (q @ k.transpose(-1, -2) / q.shape[-1] ** 0.5).softmax(-1) @ v
 
 
+def attention_in_blocks(q, k, v):
+    """The same, a few queries at once, whose scores the backward makes again: float64 of 200,000 points has 2.6 TB of them."""
+    rows = max(1, ORACLE_SCORES // (q.shape[0] * q.shape[1] * k.shape[2]))
+    return torch.cat([checkpoint(attention, some, k, v, use_reentrant=False) for some in q.split(rows, dim=2)], dim=2)
+
+
 class NPAttention(nn.Module):
     """Queries of all points; keys and values of the first `context`, by slicing."""
 
@@ -95,7 +103,8 @@ class NPAttention(nn.Module):
             k, v = k[:, :context], v[:, :context]
         q, k, v = (t.unflatten(-1, (c.heads, c.head_dim)).transpose(1, 2) for t in (q, k, v))
         if self.variant == "plain":
-            out = attention(q, k, v)
+            many = q.dtype == torch.float64 and B * c.heads * P * context > ORACLE_SCORES
+            out = attention_in_blocks(q, k, v) if many else attention(q, k, v)
         elif self.variant == "stock":
             out = F.scaled_dot_product_attention(q, k, v)
         else:

@@ -19,7 +19,7 @@ def cells_table(shape: Mapping) -> Table:
         low, high = (c.get(f"speedup_{end}") for end in ("low", "high"))
         between = f"{low:.2f} to {high:.2f}" if low and high else ""
         spread = f"{ms(c['low'])} to {ms(c['high'])}" if c["ok"] else ""
-        note = c["why"] or (f"proved at {c['proved']}" if c.get("proved") else "")
+        note = c["why"] or (f"proved with {c['proved']}" if c.get("proved") else "")
         table.add(
             c["way"], "yes" if c["checkpointed"] else "", "yes" if c["graph"] else "", c.get("ms"), spread,
             c.get("tokens_per_s"), c.get("peak_mb"), c.get("speedup"), between, c.get("share") if c["ok"] else None, note,
