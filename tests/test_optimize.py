@@ -367,3 +367,5 @@ def test_a_model_with_too_many_scores_for_float64_is_verified_with_fewer_layers(
     numbers = [{part for name in found for part in name.split(".") if part.isdigit()} for found in judged]
     assert numbers == [{"0", "1"}] * 2
     assert any(note.startswith("verified with 2 of 3 layers, at the whole batch") for note in result["notes"])
+    before = whet.plans.Trial(subjects.subject_of(TARGET), "bfloat16", 0.02).before
+    assert (before.work.precision, before.work.model.variant) == ("bfloat16", MODEL.stock), "and not for minutes in float32"

@@ -121,14 +121,15 @@ class Trial:
     def _begun(self, before: Plan) -> bool:
         """The model as it was, run and kept for the race; False where it left no room for others, and another can be tried."""
         self.before_result = PlanResult(before, ok=True, speedup=1.0)
-        if self._lacks(self.before_result, "float32") and self.subject.before_in_less():
+        precision = "float32" if self.proof is self.subject else self.precision  # float32 would take minutes a step there
+        if self._lacks(self.before_result, precision) and self.subject.before_in_less():
             return False
         try:
             self.eager = self.evidence(before)  # the error that eager itself makes at this precision: the budget
             gc.collect()
             weights = self.subject.weights(before)
             with peak_memory(self.before_result, memory_allocated()):
-                self.before = self.runner(before, "float32", weights)
+                self.before = self.runner(before, precision, weights)
                 self.before.step()
                 self.before.step()
         except torch.OutOfMemoryError:

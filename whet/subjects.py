@@ -79,7 +79,8 @@ class BuiltIn:
         layers = min(c.layers, max(least, most // of_a_layer))
         found = BuiltIn(self.model, replace(c, layers=layers), r, self.name, self.device)
         found.part, found.lean = f"{layers} of {c.layers} layers", True
-        self.notes.append(f"verified with {found.part}, at the whole batch: attention of all has too many scores for float64")
+        why = "attention of all has too many scores for float64, and before runs in the precision of the others"
+        self.notes.append(f"verified with {found.part}, at the whole batch: {why}")
         self.before_in_less()
         return found
 
