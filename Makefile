@@ -67,7 +67,7 @@ np-records: setup
 	$(BIN)/whet optimize transformer-np:small $(NP)
 	$(BIN)/whet optimize transformer-np:small-b256 $(NP)
 	$(BIN)/whet optimize transformer-np:mid-b8 $(NP)
-	$(BIN)/whet optimize transformer-np:large $(NP) --only "torch.compile,choices + CUDA graph"
+	$(BIN)/whet optimize transformer-np:large $(NP) --only "torch.compile,choices"
 	$(BIN)/whet bench transformer-np --shapes large --only "torch.compile,custom FP8" --cells plain
 	$(BIN)/whet bench transformer-np --shapes small,mid-b8
 	$(BIN)/whet train transformer-np --name np-plain $(CURVES) --no-tune --set kernels.plan="as it is"
