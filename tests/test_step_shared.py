@@ -204,6 +204,22 @@ def test_a_shape_that_one_process_meets_later_runs_by_the_plan_of_the_first(tmp_
     together(of_other_shapes, 2, tmp_path)
 
 
+def with_gradients(rank, world, folder):
+    """A loop that chose late: what it had added up lies in the buckets that the trial writes to."""
+    model = DistributedDataParallel(Net(), gradient_as_bucket_view=True)
+    first, second = batches(2, rank)
+    model(**first).backward()
+    before = [p.grad.clone() for p in model.parameters()]
+    step = compile_step(model, adam(model), seconds=0.001)
+    with winning(COMPILED.name), quickly():
+        step.prepare(second)
+    assert all(torch.equal(p.grad, grad) for p, grad in zip(model.parameters(), before, strict=True))
+
+
+def test_gradients_that_were_there_before_the_choice_stay(tmp_path):
+    together(with_gradients, 2, tmp_path)
+
+
 class Noisy(Net):
     def forward(self, x, labels):
         return super().forward(x + 1e-3 * torch.randn_like(x), labels)

@@ -229,7 +229,8 @@ def watched_dtypes(model: nn.Module) -> Iterator[set[torch.dtype]]:
 @contextlib.contextmanager
 def without_chance(model: nn.Module) -> Iterator[list[str]]:
     """Dropout is off in the block; modes and gradients are afterwards as they were. What was switched off, in words."""
-    modes, grads = [(m, m.training) for m in model.modules()], [(p, p.grad) for p in model.parameters()]
+    modes = [(m, m.training) for m in model.modules()]
+    grads = [(p, None if p.grad is None else p.grad.clone()) for p in model.parameters()]  # DDP's may lie in its buckets
     dropouts = [m for m in model.modules() if isinstance(m, nn.modules.dropout._DropoutNd) and m.training and m.p]
     try:
         for dropout in dropouts:
