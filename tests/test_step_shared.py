@@ -208,7 +208,9 @@ def with_gradients(rank, world, folder):
     """A loop that chose late: what it had added up lies in the buckets that the trial writes to."""
     model = DistributedDataParallel(Net(), gradient_as_bucket_view=True)
     first, second = batches(2, rank)
-    model(**first).backward()
+    for _ in range(2):  # buckets are made anew after the first backward
+        model.zero_grad()
+        model(**first).backward()
     before = [p.grad.clone() for p in model.parameters()]
     step = compile_step(model, adam(model), seconds=0.001)
     with winning(COMPILED.name), quickly():
