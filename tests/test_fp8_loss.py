@@ -13,9 +13,10 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 import whet.ops
 from whet.models.gpt2 import GPT2, SIZES, GPT2Config
-from whet.op import discover
+from whet.op import Call, discover
 from whet.ops import _fp8_loss
 from whet.ops._fp8 import casts_in_ptx, e4m3_bits, e5m2_bytes, e5m2_word, quantized, rounded
+from whet.prove import prove
 from whet.roof import Ceilings
 from whet.verify import verify
 
@@ -179,6 +180,12 @@ def test_scales_are_float32_whatever_the_default_dtype_is(monkeypatch):
     finally:
         torch.set_default_dtype(torch.float32)
     assert scales == 8 * [torch.float32]
+
+
+def test_the_whole_proof_passes_hostile_values_too(device):
+    call = Call("linear_cross_entropy", dict(M=24, D=16, V=50, precision="fp8", bias=True), "bfloat16", True)
+    verdict = prove(OP, "triton_fp8", call, device)
+    assert verdict.ok, verdict.why
 
 
 def test_gradients_of_what_e4m3_holds_are_off_by_roundings_alone(device):
