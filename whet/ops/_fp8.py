@@ -100,7 +100,7 @@ def _e5m2_bits(x):
     Rounds to float16 first: what lies within 2^-11 of halfway between two may go to the even one instead of the nearer one.
     """
     h = x.to(tl.float16).to(tl.int16, bitcast=True).to(tl.int32) & 0xFFFF
-    return (h + 0x7F + ((h >> 8) & 1)) >> 8
+    return tl.where((h & 0x7FFF) > 0x7C00, 0x7F, (h + 0x7F + ((h >> 8) & 1)) >> 8)  # NaN's bits would run over into a zero
 
 
 # Two casts of the GPU, each of two numbers, and their bytes in one register.

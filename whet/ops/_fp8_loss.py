@@ -35,8 +35,8 @@ def _steep_row(
     z = tl.load(z_ptr + m[:, None] * stride_zm + v[None, :], mask=counts[:, None] & (v < P)[None, :], other=0.0).to(tl.float32)
     if HAS_SOFTCAP:
         d = _gradient(z, v[None, :], target[:, None], top[:, None], log_mass[:, None], V, 0.0, softcap, HAS_SOFTCAP) * STEEP
-    else:  # one multiply-add and one exponential for each
-        d = tl.exp2(z * LOG2E - ((top + log_mass) * LOG2E - 15.0)[:, None])
+    else:  # a difference, in which no large logits are left, one multiply-add and one exponential for each
+        d = tl.exp2((z - top[:, None]) * LOG2E - (log_mass * LOG2E - 15.0)[:, None])
         d = tl.where(v[None, :] == target[:, None], d - STEEP, d)
     return d
 
@@ -99,14 +99,15 @@ def losses_and_gradients(x, w, b, target, cuts, ignore_index, softcap, dx, dw, d
     loss, stats = (torch.empty(shape, dtype=torch.float32, device=x.device) for shape in (M, (2, M)))
     (xq, x_turned, x_scale), (wq, w_turned, w_scale) = quantized(x), quantized(w)
     bias = torch.nn.functional.pad(b, (0, P - V)) if b.numel() else None
-    one, ones = torch.ones((), device=x.device), torch.ones(UNIT, padded(M) if db.numel() else 0, device=x.device).to(E4M3)
-    logits, slope = x.new_empty(cuts[0].stop, P), torch.full((), 1 / STEEP.value, dtype=torch.float32, device=x.device)
+    one, slope = (torch.full((), n, dtype=torch.float32, device=x.device) for n in (1.0, 1 / STEEP.value))
+    ones = torch.ones(UNIT, padded(M) if db.numel() else 0, device=x.device).to(E4M3)
+    logits = x.new_empty(cuts[0].stop, P)
     wanted = bool(dx.numel() or dw.numel() or db.numel())
     grads = torch.empty((cuts[0].stop, P) if wanted else 0, dtype=E5M2, device=x.device)
     for i in range(0, len(cuts), TOGETHER):
         group = cuts[i : i + TOGETHER]
         start, end = group[0].start, padded(group[-1].stop)
-        turned = None  # the last group's goes before this one's comes
+        turned = here = None  # the last group's goes before this one's comes
         turned = torch.empty((P, end - start) if wanted else 0, dtype=E5M2, device=x.device)
         for cut in group:
             z = product(xq[cut], wq, x_scale, w_scale, x.dtype, bias, fast=SHORT >= D, out=logits[: cut.stop - cut.start])
@@ -116,9 +117,10 @@ def losses_and_gradients(x, w, b, target, cuts, ignore_index, softcap, dx, dw, d
                 dlogits(z, V, target[cut], stats[:, cut], ignore_index, softcap, dz, here)
             if dx.numel():
                 product(dz, w_turned, slope, w_scale, x.dtype, out=dx[cut])
-        if dw.numel():
-            operands = turned, x_turned[:, start:end], slope, x_scale, dw.dtype
-            dw.add_(product(*operands)) if i else product(*operands, out=dw)
+        if dw.numel() and i:
+            dw.add_(product(turned, x_turned[:, start:end], slope, x_scale, dw.dtype))
+        elif dw.numel():
+            product(turned, x_turned[:, start:end], slope, x_scale, dw.dtype, out=dw)
         if db.numel():
             db += product(turned, ones[:, start:end], slope, one, torch.float32)[:, 0]
     return loss
