@@ -1,6 +1,7 @@
 """whet train"""
 
 import json
+import os
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -58,8 +59,9 @@ def command(
         if resume and not run:
             raise ValueError("train: --resume needs --name NAME, the run to go on with")
         name = run or f"{Path(recipe).stem}-{stamp()}"
+        wanted = fitting(recipe, given, Path(runs), named(name, seeds), resume)  # before any process waits for another
         with together(recipe, given):
-            for folder, more in fitting(recipe, given, Path(runs), named(name, seeds), resume):
+            for folder, more in wanted:
                 begun.append(folder)
                 outcome = trained(recipe, given | more, folder, resume, lock, as_json, overhead)
                 ended(outcome, page, as_json)
@@ -159,6 +161,9 @@ def trained(
             live = progress if shown and console.is_terminal else (lambda text, done, total: None)
             return train(found, folder, resume, Lock.read(lock_path(lock)), say, progress, after, live)
         except (RuntimeError, MemoryError) as e:
+            if lost_another(e):
+                why = f"train: process {os.environ['RANK']} stopped, since another one did: what it printed says why"
+                raise ValueError(f"{why}; here it is {error_line(e)}") from None
             if not out_of_memory(e):
                 raise
             fix = "lower train.batch_size, train.seq_len or the model's sizes, or set train.checkpointed_blocks=-1"
@@ -169,8 +174,6 @@ def trained(
 
 def notes(found: "TrainRecipe", on_gpu: "TrainRecipe", device: str) -> list[str]:
     """What is said of the sizes and the processes before anything begins."""
-    import os
-
     t, m, lines = found.train, found.model, []
     if device == "cpu":
         what = f"tasks of {t.seq_len} points" if found.data.tasks else f"{t.seq_len} tokens"
@@ -191,10 +194,15 @@ def out_of_memory(e: BaseException) -> bool:
     return isinstance(e, (torch.OutOfMemoryError, MemoryError)) or any(words in text for words in said)
 
 
+def lost_another(e: BaseException) -> bool:
+    """Whether it is no failure of this process's own: one that it exchanges tensors with has gone."""
+    import torch
+
+    return "RANK" in os.environ and (isinstance(e, torch.distributed.DistError) or "gloo/transport" in str(e))
+
+
 def first_process() -> bool:
     """Of those that torchrun started, or the only one: it alone prints and writes."""
-    import os
-
     return os.environ.get("RANK", "0") == "0"
 
 
