@@ -349,7 +349,9 @@ def test_a_run_that_is_there_is_refused_before_processes_wait_for_one_another(tm
     monkeypatch.setattr(train, "together", lambda *_: pytest.fail("the processes were joined"))
     (tmp_path / "runs" / "one").mkdir(parents=True)
     (tmp_path / "runs" / "one" / "run.json").write_text("{}")
-    assert "holds a run already" in one_line("train", "gpt2-d12", "--name", "one")
+    for rank in ("0", "1"):
+        monkeypatch.setenv("RANK", rank)
+        assert "holds a run already" in one_line("train", "gpt2-d12", "--name", "one")
 
 
 def test_a_process_that_loses_another_one_says_so_in_one_line(monkeypatch, tmp_path):

@@ -59,7 +59,7 @@ def command(
         if resume and not run:
             raise ValueError("train: --resume needs --name NAME, the run to go on with")
         name = run or f"{Path(recipe).stem}-{stamp()}"
-        wanted = fitting(recipe, given, Path(runs), named(name, seeds), resume)  # before any process waits for another
+        wanted = fitting(recipe, given, Path(runs), named(name, seeds), resume)
         with together(recipe, given):
             for folder, more in wanted:
                 begun.append(folder)
@@ -77,15 +77,17 @@ def left(begun: list[Path]) -> str:
 
 
 def fitting(recipe: str, given: dict, runs: Path, wanted: list[tuple[str, dict]], resume: bool) -> list[tuple[Path, dict]]:
-    """The folders, each looked at before the first run begins: the last seed's may be hours away."""
+    """The folders, each looked at before the first run begins: the last seed's may be hours away.
+
+    Every process looks: none can have written anything, since they have not met yet.
+    """
     from whet.machine import this_machine
     from whet.train.recipe import read
     from whet.train.start import check_folder
 
     for folder, more in wanted:
         read(recipe, given | more, this_machine().device)
-        if first_process():  # which writes them: another may look when the first has begun
-            check_folder(runs / folder, resume)
+        check_folder(runs / folder, resume)
     return [(runs / folder, more) for folder, more in wanted]
 
 
