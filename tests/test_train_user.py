@@ -213,6 +213,7 @@ def test_the_block_of_choices_says_what_was_forced():
     made = KernelChoices([(call, 1)], {"eager": forced(Choices(), [(call, 1)], {"rms_norm": "eager"})}, {"a": entry})
     assert "Using:   PyTorch (torch)" in "\n".join(made.lines("4 x 8"))
     made.force = {"rms_norm": "eager"}
+    assert made.forced_lines() == ["kernels.force.rms_norm=eager: it serves every rms_norm of the model"], "it was verified"
     shown = "\n".join(made.lines("4 x 8"))
     assert "Using:   eager, by kernels.force.rms_norm" in shown and "rms_norm=eager" in shown and "(torch)" not in shown
 
@@ -271,6 +272,14 @@ def test_a_checkpoint_that_is_passed_over_in_sampling_is_one_plain_line(shards, 
     assert result.exit_code == 0 and result.stdout.startswith("the")
     assert result.stderr.startswith("whet: checkpoint: ") and "step-00000002 is skipped: it is torn" in result.stderr
     assert result.stderr.count("\n") == 1
+
+
+def test_a_sample_of_a_run_whose_data_is_gone_names_the_option_for_its_tokenizer(shards, tmp_path):  # noqa: F811
+    shutil.copytree(shards, tmp_path / "data")
+    quiet(small(tmp_path / "data", train__steps=1), tmp_path / "run")
+    shutil.rmtree(tmp_path / "data")
+    assert "; or name one with --tokenizer" in one_line("sample", str(tmp_path / "run"), "the", "--tokens", "2")
+    assert invoke("sample", str(tmp_path / "run"), "the", "--tokens", "2", "--tokenizer", "bytes").stdout.startswith("the")
 
 
 def test_an_export_that_a_full_disk_ends_leaves_no_folder(shards, tmp_path, monkeypatch):  # noqa: F811

@@ -79,7 +79,10 @@ def tokenizer_of(recipe: TrainRecipe, name: str = "") -> Tokenizer:
     """The tokenizer of the run's data, or the one that is named."""
     if name:
         return load_tokenizer(name)
-    return Shards(recipe.data.path or None, recipe.data.val).tokenizer()
+    try:
+        return Shards(recipe.data.path or None, recipe.data.val).tokenizer()
+    except ValueError as e:
+        raise ValueError(f"the run's tokenizer lies beside its data: {e}; or name one with --tokenizer") from None
 
 
 def offered(run: LoadedRun, done: str, able: Callable[[Model], bool]) -> tuple[Model, Any]:

@@ -69,7 +69,9 @@ class KernelChoices:
                 some = "" if len(reasons) == len(met) else f" {len(reasons)} of {len(met)} calls"
                 found.append(f"{what} does not serve{some or ' here'}: {impl} {reasons[0]}; another implementation does")
             else:
-                found.append(f"{what}: it serves every {op} of the model, and nobody verified it")
+                tried = [e["candidates"].get(impl, {}) for e in self.entries.values() if e["call"]["op"] == op]
+                proved = bool(tried) and all(candidate.get("ok") for candidate in tried)
+                found.append(f"{what}: it serves every {op} of the model{'' if proved else ', and nobody verified it'}")
         return found
 
     def hand_to(self, model: nn.Module) -> None:
