@@ -320,6 +320,7 @@ def test_a_model_without_a_loss_and_wrong_arguments_are_refused_in_one_line(monk
         (("model", adam(model)), "model must be a torch.nn.Module, got str"),
         ((model, None), "optimizer must be a torch.optim.Optimizer, got NoneType"),
         ((model, adam(model), None, -1.0), "clip must be a norm above 0"),
+        ((model, adam(model), None, "1.0"), "clip must be a norm above 0 or None, got '1.0'"),
         ((model, adam(model), None, None, "int8"), "precision must be one of"),
     ):
         with pytest.raises(ValueError, match=f"compile_step: {why}"):

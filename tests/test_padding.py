@@ -317,6 +317,13 @@ def test_an_optimised_padded_model_has_its_head_and_loss_in_one_and_no_misaligne
     found.restore()
 
 
+def test_what_is_no_model_or_no_dtype_is_one_line():
+    with pytest.raises(ValueError, match="pad_weights: model must be a torch.nn.Module, got int"):
+        whet.pad_weights(3, torch.randn(2, 24, 64))
+    with pytest.raises(ValueError, match="pad_weights: dtype must be a torch.dtype, such as torch.bfloat16, .* got .bf16."):
+        whet.pad_weights(odd_mixed(), torch.randn(2, 24, 64), dtype="bf16")
+
+
 def test_padding_comes_before_optimize_and_is_said_so():
     model = odd_mixed()
     model.whet = object()

@@ -3,8 +3,10 @@
 import hashlib
 import io
 import json
+import shutil
 import sys
 import types
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -16,11 +18,12 @@ from test_train_loop import losses, quiet, shards, small  # noqa: F401
 
 from whet.choices import Choices
 from whet.commands import _console, train
-from whet.op import Call
+from whet.op import Call, Op
 from whet.train import loop
 from whet.train.data import ShardWriter
 from whet.train.kernels import KernelChoices, forced
 from whet.train.loop import train as train_run
+from whet.train.recipe import ModelPart, TrainRecipe, read
 
 
 def one_line(*words: str) -> str:
@@ -210,6 +213,7 @@ def test_the_block_of_choices_says_what_was_forced():
     made = KernelChoices([(call, 1)], {"eager": forced(Choices(), [(call, 1)], {"rms_norm": "eager"})}, {"a": entry})
     assert "Using:   PyTorch (torch)" in "\n".join(made.lines("4 x 8"))
     made.force = {"rms_norm": "eager"}
+    assert made.forced_lines() == ["kernels.force.rms_norm=eager: it serves every rms_norm of the model"], "it was verified"
     shown = "\n".join(made.lines("4 x 8"))
     assert "Using:   eager, by kernels.force.rms_norm" in shown and "rms_norm=eager" in shown and "(torch)" not in shown
 
@@ -270,6 +274,14 @@ def test_a_checkpoint_that_is_passed_over_in_sampling_is_one_plain_line(shards, 
     assert result.stderr.count("\n") == 1
 
 
+def test_a_sample_of_a_run_whose_data_is_gone_names_the_option_for_its_tokenizer(shards, tmp_path):  # noqa: F811
+    shutil.copytree(shards, tmp_path / "data")
+    quiet(small(tmp_path / "data", train__steps=1), tmp_path / "run")
+    shutil.rmtree(tmp_path / "data")
+    assert "; or name one with --tokenizer" in one_line("sample", str(tmp_path / "run"), "the", "--tokens", "2")
+    assert invoke("sample", str(tmp_path / "run"), "the", "--tokens", "2", "--tokenizer", "bytes").stdout.startswith("the")
+
+
 def test_an_export_that_a_full_disk_ends_leaves_no_folder(shards, tmp_path, monkeypatch):  # noqa: F811
     def full(*_, **__):
         (tmp_path / "out" / "model.safetensors").write_bytes(b"half")
@@ -279,3 +291,106 @@ def test_an_export_that_a_full_disk_ends_leaves_no_folder(shards, tmp_path, monk
     monkeypatch.setattr("whet.train.export.save_file", full)
     said = one_line("export", str(tmp_path / "run"), str(tmp_path / "out"))
     assert "out cannot be written: SafetensorError: I/O error: No space left" in said and not (tmp_path / "out").exists()
+
+
+def test_what_is_forced_is_said_and_what_cannot_serve_is_not_written_down(shards, tmp_path, monkeypatch):  # noqa: F811
+    said: list[str] = []
+    real = Op.unavailable
+    monkeypatch.setattr(Op, "unavailable", lambda op, name: "needs a package" if name == "liger" else real(op, name))
+    force = {"attention": "eager", "rms_norm": "liger", "swiglu": "eager"}
+    train_run(small(shards, train__steps=1, kernels__force=force), tmp_path / "run", say=said.append)
+    assert "kernels.force.attention=eager: it serves every attention of the model, and nobody verified it" in said
+    assert "kernels.force.rms_norm=liger does not serve here: liger needs a package; another implementation does" in said
+    assert any("force.swiglu=eager does nothing here: the model does not call swiglu, only rms_norm, " in line for line in said)
+    table = json.loads((tmp_path / "run" / "run.json").read_text())["choices"]
+    chosen = {key.split()[0]: impl for key, impl in table.items()}
+    assert chosen["attention"] == "eager" and chosen["rms_norm"] == "torch"
+    with pytest.raises(ValueError, match="there is no op 'rms_nrm'; did you mean rms_norm"):
+        quiet(small(shards, kernels__force={"rms_nrm": "eager"}), tmp_path / "other")
+
+
+def test_what_a_recipe_sets_itself_counts_over_the_cpu_sizes_of_its_base(tmp_path):
+    (tmp_path / "mine.toml").write_text('base = "gpt2-d12"\n[train]\nlr = 1e-4\nsteps = 7\n[cpu]\n"train.steps" = 5\n')
+    found = read(str(tmp_path / "mine.toml"), device="cpu")
+    assert (found.train.lr, found.train.steps, found.train.batch_size, found.model.size) == (1e-4, 5, 8, "tiny")
+    assert read(str(tmp_path / "mine.toml")).train.steps == 7
+
+
+def test_a_token_past_the_vocabulary_is_one_line_also_where_shards_json_knows_of_none(shards, tmp_path):  # noqa: F811
+    folder = tmp_path / "shards"
+    shutil.copytree(shards, folder)
+    path = next(folder.glob("*.bin"))
+    path.write_bytes(path.read_bytes()[:1024] + b"\xff\xfe" * ((path.stat().st_size - 1024) // 2))
+    with pytest.raises(ValueError, match="has token 65279, and the model's vocabulary ends at 256: shards.json knows no such"):
+        quiet(small(folder), tmp_path / "run")
+
+
+def test_a_resume_names_settings_that_were_empty_and_says_when_nothing_is_left(shards, tmp_path):  # noqa: F811
+    quiet(small(shards, train__steps=2), tmp_path / "run")
+    said: list[str] = []
+    train_run(small(shards, train__steps=2, dist__mode="ddp"), tmp_path / "run", resume=True, say=said.append)
+    assert "resumed from step-00000002, with dist.mode ddp, which was ''" in said
+    assert "nothing is left to train: train.steps is 2" in said
+
+
+def test_a_checkpoint_of_another_model_names_what_differs_and_one_that_fits(shards, tmp_path):  # noqa: F811
+    folder = tmp_path / "run" / "checkpoints"
+    quiet(small(shards, train__steps=2), tmp_path / "run")
+    with pytest.raises(ValueError, match="of a model with layers 2, and the recipe's has 3; resume with --set model.layers=2"):
+        quiet(small(shards, train__steps=4, model__layers=3), tmp_path / "run", resume=True)
+    quiet(small(shards, train__steps=5, model__layers=3), tmp_path / "other")
+    shutil.copytree(tmp_path / "other" / "checkpoints" / "step-00000005", folder / "step-00000005")
+    fix = "step-00000002 is of this one: move step-00000005 away to go on from it"
+    with pytest.raises(ValueError, match=f"layers 3, and the recipe's has 2; .*; {fix}"):
+        quiet(small(shards, train__steps=6), tmp_path / "run", resume=True)
+    with pytest.raises(ValueError, match="is of gpt2, and the recipe's model is tiny-llama; resume with the recipe it began"):
+        llama = TrainRecipe(model=ModelPart("tiny-llama", "tiny"), train=small(shards).train, data=small(shards).data)
+        quiet(llama, tmp_path / "other", resume=True)
+
+
+def test_a_run_that_goes_bad_without_clipping_is_advised_to_clip(shards, tmp_path):  # noqa: F811
+    with pytest.raises(ValueError, match=r"Lower train.lr, lengthen train.warmup, or set train.clip=1$"):
+        quiet(small(shards, train__lr=1e4, train__clip=0), tmp_path / "run")
+
+
+def test_a_run_that_is_there_is_refused_before_processes_wait_for_one_another(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(train, "together", lambda *_: pytest.fail("the processes were joined"))
+    (tmp_path / "runs" / "one").mkdir(parents=True)
+    (tmp_path / "runs" / "one" / "run.json").write_text("{}")
+    for rank in ("0", "1"):
+        monkeypatch.setenv("RANK", rank)
+        assert "holds a run already" in one_line("train", "gpt2-d12", "--name", "one")
+
+
+def test_a_process_that_loses_another_one_says_so_in_one_line(monkeypatch, tmp_path):
+    def lost(*_):
+        raise RuntimeError("[/third_party/gloo/gloo/transport/tcp/pair.cc:553] Connection closed by peer [127.0.0.1]:36270")
+
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("whet.train.loop.train", lost)
+    monkeypatch.setenv("RANK", "1")
+    assert "process 1 stopped, since another one did: what it printed says why" in one_line("train", "gpt2-d12", "--name", "x")
+
+
+def test_a_folder_is_loaded_without_bars_and_what_its_weights_lack_is_said(shards, tmp_path, capfd):  # noqa: F811
+    from safetensors.torch import load_file, save_file
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    sizes = dict(vocab_size=257, hidden_size=16, intermediate_size=32, num_hidden_layers=1, num_attention_heads=2)
+    LlamaForCausalLM(LlamaConfig(**sizes, max_position_embeddings=64)).save_pretrained(tmp_path / "hf")
+    weights = tmp_path / "hf" / "model.safetensors"
+    capfd.readouterr()
+    said: list[str] = []
+    for lacking, name in (("", "whole"), ("lm_head.weight", "torn"), (None, "none")):
+        if lacking is None:
+            weights.unlink()
+        elif lacking:
+            kept = {k: t for k, t in load_file(weights).items() if k != lacking}
+            save_file(kept, weights, metadata={"format": "pt"})
+        recipe = small(shards, train__steps=1)
+        recipe = replace(recipe, model=ModelPart(path=str(tmp_path / "hf")))
+        train_run(recipe, tmp_path / name, say=said.append)
+    assert [line.partition(": ")[2].partition(" ")[2] for line in said if line.startswith("model.path")] == [
+        "lacks 1 weights, lm_head.weight first: these begin random", "has no weights: training begins with random ones"]
+    assert capfd.readouterr().err == ""

@@ -256,3 +256,19 @@ def _running(pid: int) -> bool:
     with contextlib.suppress(OSError):
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] not in ("Z", "X")
     return False
+
+
+@contextlib.contextmanager
+def quiet_transformers() -> Iterator[None]:
+    """Transformers prints no bars, warnings or reports: what matters of a loading is said by whoever loads."""
+    from transformers.utils import logging
+
+    level, bars = logging.get_verbosity(), logging.is_progress_bar_enabled()
+    logging.set_verbosity_error()
+    logging.disable_progress_bar()
+    try:
+        yield
+    finally:
+        logging.set_verbosity(level)
+        if bars:
+            logging.enable_progress_bar()

@@ -293,7 +293,7 @@ def compile_step(
         raise ValueError(f"compile_step: optimizer must be a torch.optim.Optimizer, got {type(optimizer).__name__}")
     if precision not in (None, *PRECISIONS):
         raise ValueError(f"compile_step: precision must be one of {PRECISIONS} or None, got {precision!r}")
-    if clip is not None and not clip > 0:
+    if clip is not None and not (isinstance(clip, (int, float)) and clip > 0):
         raise ValueError(f"compile_step: clip must be a norm above 0 or None, got {clip!r}")
     if unknown := [p for p in plans if p not in PLANS] if not isinstance(plans, bool) else []:
         raise ValueError(f"compile_step: plans must be of {', '.join(PLANS)}, got {unknown[0]!r}")

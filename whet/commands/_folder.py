@@ -1,9 +1,7 @@
 """whet optimize of a Hugging Face folder: its model, a random batch for it, and the record of what was replaced."""
 
-import contextlib
 import inspect
 import shlex
-from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -12,6 +10,7 @@ import torch
 from torch import nn
 
 from whet.figures import error_line
+from whet.isolation import quiet_transformers
 
 BATCH, TOKENS = {"cpu": 2, "cuda": 4}, {"cpu": 64, "cuda": 2048}
 DTYPES = {"bfloat16": torch.bfloat16, "float32": torch.float32}
@@ -55,22 +54,6 @@ def is_folder(target: str) -> bool:
     return (path / "config.json").is_file() or "/" in target or path.exists() and target not in discover()
 
 
-@contextlib.contextmanager
-def silent() -> Iterator[None]:
-    """Transformers prints no bars, warnings or reports: what matters of a loading is said by the command."""
-    from transformers.utils import logging
-
-    level, bars = logging.get_verbosity(), logging.is_progress_bar_enabled()
-    logging.set_verbosity_error()
-    logging.disable_progress_bar()
-    try:
-        yield
-    finally:
-        logging.set_verbosity(level)
-        if bars:
-            logging.enable_progress_bar()
-
-
 def config_of(folder: Path) -> Any:
     """The config of a folder; ValueError in one line where it has none that Transformers knows."""
     if not folder.is_dir():
@@ -83,7 +66,7 @@ def config_of(folder: Path) -> Any:
         missing = "a Hugging Face folder needs Transformers, which is not installed: pip install transformers"
         raise ValueError(f"optimize: {missing}") from None
     try:
-        with silent():
+        with quiet_transformers():
             return AutoConfig.from_pretrained(str(folder), local_files_only=True, trust_remote_code=False)
     except Exception as e:
         raise ValueError(f"optimize: {folder}/config.json: Transformers cannot read it: {error_line(e)}") from None
@@ -229,7 +212,7 @@ def folder_model(folder: Path, options: FolderOptions) -> FolderModel:
     from whet.commands._memory import refuse_folder_that_does_not_fit
 
     config, device = config_of(folder), "cuda" if torch.cuda.is_available() else "cpu"
-    with silent():
+    with quiet_transformers():
         cls = class_of(folder, config)
         labels, dtype = label_of(cls), dtype_of(config, options.dtype, device)
         train, (rows, tokens) = trains(cls, labels, options.train), sizes_of(config, options, device)

@@ -1,6 +1,7 @@
 """whet train"""
 
 import json
+import os
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -58,8 +59,9 @@ def command(
         if resume and not run:
             raise ValueError("train: --resume needs --name NAME, the run to go on with")
         name = run or f"{Path(recipe).stem}-{stamp()}"
+        wanted = fitting(recipe, given, Path(runs), named(name, seeds), resume)
         with together(recipe, given):
-            for folder, more in fitting(recipe, given, Path(runs), named(name, seeds), resume):
+            for folder, more in wanted:
                 begun.append(folder)
                 outcome = trained(recipe, given | more, folder, resume, lock, as_json, overhead)
                 ended(outcome, page, as_json)
@@ -75,15 +77,17 @@ def left(begun: list[Path]) -> str:
 
 
 def fitting(recipe: str, given: dict, runs: Path, wanted: list[tuple[str, dict]], resume: bool) -> list[tuple[Path, dict]]:
-    """The folders, each looked at before the first run begins: the last seed's may be hours away."""
+    """The folders, each looked at before the first run begins: the last seed's may be hours away.
+
+    Every process looks: none can have written anything, since they have not met yet.
+    """
     from whet.machine import this_machine
     from whet.train.recipe import read
     from whet.train.start import check_folder
 
     for folder, more in wanted:
         read(recipe, given | more, this_machine().device)
-        if first_process():  # which writes them: another may look when the first has begun
-            check_folder(runs / folder, resume)
+        check_folder(runs / folder, resume)
     return [(runs / folder, more) for folder, more in wanted]
 
 
@@ -159,6 +163,9 @@ def trained(
             live = progress if shown and console.is_terminal else (lambda text, done, total: None)
             return train(found, folder, resume, Lock.read(lock_path(lock)), say, progress, after, live)
         except (RuntimeError, MemoryError) as e:
+            if lost_another(e):
+                why = f"train: process {os.environ['RANK']} stopped, since another one did: what it printed says why"
+                raise ValueError(f"{why}; here it is {error_line(e)}") from None
             if not out_of_memory(e):
                 raise
             fix = "lower train.batch_size, train.seq_len or the model's sizes, or set train.checkpointed_blocks=-1"
@@ -169,8 +176,6 @@ def trained(
 
 def notes(found: "TrainRecipe", on_gpu: "TrainRecipe", device: str) -> list[str]:
     """What is said of the sizes and the processes before anything begins."""
-    import os
-
     t, m, lines = found.train, found.model, []
     if device == "cpu":
         what = f"tasks of {t.seq_len} points" if found.data.tasks else f"{t.seq_len} tokens"
@@ -191,10 +196,15 @@ def out_of_memory(e: BaseException) -> bool:
     return isinstance(e, (torch.OutOfMemoryError, MemoryError)) or any(words in text for words in said)
 
 
+def lost_another(e: BaseException) -> bool:
+    """Whether it is no failure of this process's own: one that it exchanges tensors with has gone."""
+    import torch
+
+    return "RANK" in os.environ and (isinstance(e, torch.distributed.DistError) or "gloo/transport" in str(e))
+
+
 def first_process() -> bool:
     """Of those that torchrun started, or the only one: it alone prints and writes."""
-    import os
-
     return os.environ.get("RANK", "0") == "0"
 
 

@@ -26,9 +26,9 @@ NO_FP8 = (
 )
 
 
-def refuse(model: Any, mode: str | None, keep_logits: bool | None = None) -> None:
+def refuse(model: Any, mode: str | None, keep_logits: bool | None = None, who: str = "optimize") -> None:
     if not isinstance(model, nn.Module):
-        raise ValueError(f"optimize: model must be a torch.nn.Module, got {type(model).__name__}")
+        raise ValueError(f"{who}: model must be a torch.nn.Module, got {type(model).__name__}")
     if mode not in (None, *MODES):
         raise ValueError(f"optimize: mode must be one of {MODES} or None, got {mode!r}")
     if keep_logits not in (None, True, False):

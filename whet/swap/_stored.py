@@ -80,7 +80,9 @@ def pad_weights(
     Parameters stay the objects that they are; parameters(), their gradients and an optimizer's state have the padded shape.
     state_dict() and checkpoints have the logical one, whet.unpad_weights(model, optimizer) takes it all back.
     """
-    refuse(model, None)
+    refuse(model, None, who="pad_weights")
+    if dtype is not None and not isinstance(dtype, torch.dtype):
+        raise ValueError(f"pad_weights: dtype must be a torch.dtype, such as torch.bfloat16, or None, got {dtype!r}")
     if "whet" in vars(model):
         raise ValueError("pad_weights: the model was optimised; call whet.pad_weights first, or whet.restore(model) before it")
     call = cut(usable(as_call(batch)))

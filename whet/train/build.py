@@ -10,6 +10,7 @@ from torch import nn
 
 from whet.choices import Choices
 from whet.figures import error_line
+from whet.isolation import quiet_transformers
 from whet.models import find
 from whet.swap import Journal, Met
 from whet.swap import _memory as memory
@@ -25,12 +26,14 @@ class TrainedModel:
     inputs   makes what its forward takes of a loader's tokens and labels, or features and targets
     vocab    ids that it knows; 0 where it takes tasks
     facts    its configuration, for run.json and for sampling
+    note     what is to be said of its weights
     """
 
     model: nn.Module
     inputs: Callable[[Batch], Batch]
     vocab: int
     facts: dict[str, Any]
+    note: str = ""
 
     @property
     def parameters(self) -> int:
@@ -100,15 +103,20 @@ def from_folder(recipe: TrainRecipe) -> TrainedModel:
     except ImportError:
         raise ValueError("recipe: model.path needs Transformers, which is not installed: pip install transformers") from None
     torch.manual_seed(recipe.train.seed)
+    note = f"{folder} has no weights: training begins with random ones"
     try:
-        config = AutoConfig.from_pretrained(str(folder), local_files_only=True, trust_remote_code=False)
-        weights = any(folder.glob("*.safetensors"))
-        if not weights and (pickled := sorted(folder.glob("*.bin"))):
-            raise ValueError(f"{pickled[0].name} is a pickle, which whet does not load; save its weights as safetensors")
-        model = (
-            AutoModelForCausalLM.from_pretrained(str(folder), local_files_only=True, dtype=torch.float32) if weights
-            else AutoModelForCausalLM.from_config(config)
-        )
+        with quiet_transformers():
+            config = AutoConfig.from_pretrained(str(folder), local_files_only=True, trust_remote_code=False)
+            if any(folder.glob("*.safetensors")):
+                how: Any = dict(local_files_only=True, dtype=torch.float32, output_loading_info=True)
+                loaded: Any = AutoModelForCausalLM.from_pretrained(str(folder), **how)
+                model, found = loaded
+                lacking = sorted(found["missing_keys"])
+                note = f"{folder} lacks {len(lacking)} weights, {lacking[0]} first: these begin random" if lacking else ""
+            elif pickled := sorted(folder.glob("*.bin")):
+                raise ValueError(f"{pickled[0].name} is a pickle, which whet does not load; save its weights as safetensors")
+            else:
+                model = AutoModelForCausalLM.from_config(config)
     except Exception as e:
         raise ValueError(f"recipe: model.path: {folder}: {error_line(e)}") from None
     text = config.get_text_config()
@@ -123,7 +131,7 @@ def from_folder(recipe: TrainRecipe) -> TrainedModel:
         whole = torch.cat([batch["tokens"], batch["labels"][:, -1:]], 1)
         return dict(input_ids=whole, labels=whole)
 
-    return TrainedModel(model, inputs, text.vocab_size, facts)
+    return TrainedModel(model, inputs, text.vocab_size, facts, note)
 
 
 def checkpoint_blocks(model: nn.Module, batch: Batch, count: int) -> int:

@@ -346,6 +346,11 @@ def load(
     return doc["state"] | {"step": doc["step"]}
 
 
+def state_of(path: str | Path) -> dict:
+    """The state that save was given, alone, of a checkpoint without a fault."""
+    return json.loads((Path(path) / STATE).read_bytes())["state"]
+
+
 def inspect(path: str | Path) -> dict:
     """What a checkpoint holds, also a damaged one, as far as it can be read; its `fault` says what is wrong with it."""
     path = Path(path)

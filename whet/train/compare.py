@@ -188,7 +188,8 @@ def withheld(arms: Sequence[Arm]) -> dict[str, list[str]]:
     for run in (r for arm in arms for r in arm.runs):
         losses += [f"{run.name} diverged: its loss is not finite at step {run.diverged:,}"] if run.diverged is not None else []
         losses += [f"{run.name} has no evaluation"] if not run.vals else []
-    times = [different(arms, "the runs had different GPUs", gpu)]
+    on_cpus = all(run.machine.get("device") == "cpu" for arm in arms for run in arm.runs)
+    times = [different(arms, f"the runs had different {'CPUs' if on_cpus else 'GPUs'}", gpu)]
     return {LOSS: [why for why in losses if why], TIME: [why for why in times if why]}
 
 

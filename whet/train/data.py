@@ -115,6 +115,7 @@ class Shards:
             raise ValueError(f"data: {self.where} has {self.total:,} tokens in {len(counts)} shards, and its {known}")
         said = self.meta["source"] if self.meta else [self.where]
         self.source = ", ".join(said[:3]) + (f" and {len(said) - 3} more" if len(said) > 3 else "")
+        self.vocab = 0  # of the model: no batch has a token beyond it; 0: not known
         self._map = functools.lru_cache(OPEN_SHARDS)(self._open)
 
     def _open(self, i: int) -> np.ndarray:
@@ -228,6 +229,10 @@ class Loader:
         """dict(tokens=(B, T), labels=(B, T)), int64 on the CPU, pinned where there is a GPU; labels are the next tokens."""
         width, first = self.seq_len + 1, self.shards.span(self.split)[0]
         rows = np.stack([self.shards.tokens(first + w * width, width) for w in self.windows()])
+        if self.shards.vocab and (most := int(rows.max())) >= self.shards.vocab:
+            fix = f"{META} knows no such token, so that a shard was changed or damaged; make the shards again"
+            known = f"the model's vocabulary ends at {self.shards.vocab - 1}"
+            raise ValueError(f"data: {self.shards.where} has token {most}, and {known}: {fix}")
         self.position += self.batch
         both = torch.from_numpy(rows.astype(np.int64))
         made = dict(tokens=both[:, :-1].contiguous(), labels=both[:, 1:].contiguous())

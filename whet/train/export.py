@@ -13,6 +13,7 @@ import torch
 from safetensors.torch import save_file
 
 from whet.figures import error_line
+from whet.isolation import quiet_transformers
 from whet.models import Model, Sampleable, discover
 from whet.models._sampling import generate
 from whet.train import checkpoint
@@ -78,7 +79,10 @@ def tokenizer_of(recipe: TrainRecipe, name: str = "") -> Tokenizer:
     """The tokenizer of the run's data, or the one that is named."""
     if name:
         return load_tokenizer(name)
-    return Shards(recipe.data.path or None, recipe.data.val).tokenizer()
+    try:
+        return Shards(recipe.data.path or None, recipe.data.val).tokenizer()
+    except ValueError as e:
+        raise ValueError(f"the run's tokenizer lies beside its data: {e}; or name one with --tokenizer") from None
 
 
 def offered(run: LoadedRun, done: str, able: Callable[[Model], bool]) -> tuple[Model, Any]:
@@ -121,7 +125,7 @@ def export(run: LoadedRun, out: Path, tokenizer: str = "") -> dict:
         raise ValueError(f"export: {out} is there already and not an empty folder; name another")
     model = run.trained.model
     if run.recipe.model.path:
-        with whole_folder(out):
+        with whole_folder(out), quiet_transformers():
             model.save_pretrained(str(out))  # type: ignore[operator]
             for path in (p for name in TOKENIZER_FILES for p in Path(run.recipe.model.path).expanduser().glob(name)):
                 shutil.copyfile(path, out / path.name)

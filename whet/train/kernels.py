@@ -10,8 +10,9 @@ from torch import nn
 from whet.autoselect import lines_of, result_of
 from whet.choices import Choices
 from whet.lock import Lock
-from whet.op import Call, discover
+from whet.op import DTYPES, Call, discover
 from whet.swap._optimize import REACH
+from whet.train.recipe import nearest
 from whet.tune import DECIDED, modes_here, tune
 from whet.workload import Workload, asks
 
@@ -47,11 +48,31 @@ class KernelChoices:
         found = [f"Choosing kernels for {batch}"]
         for entry in shown:
             op = ops[entry["call"]["op"]]
-            found += lines_of(result_of(Call(**entry["call"]).key, op, entry["mode"], entry))
-            if op.name in self.force:
+            call = Call(**entry["call"])
+            found += lines_of(result_of(call.key, op, entry["mode"], entry))
+            if op.name in self.force and not unserved(call, self.force[op.name]):
                 found[-1] = f"    Using:   {self.force[op.name]}, by kernels.force.{op.name}"
         used = {call.op: impl for (call, _), impl in zip(self.calls, self.table().values())}
         return [*found, "Kernel selection: " + ", ".join(f"{op}={impl}" for op, impl in used.items())]
+
+    def forced_lines(self) -> list[str]:
+        """What comes of kernels.force: a line for each op that it names."""
+        found = []
+        for op, impl in self.force.items():
+            met = [call for call, _ in self.calls if call.op == op]
+            reasons = [why for call in met if (why := unserved(call, impl))]
+            what = f"kernels.force.{op}={impl}"
+            if not met:
+                called = ", ".join(dict.fromkeys(call.op for call, _ in self.calls))
+                found.append(f"{what} does nothing here: the model does not call {op}, only {called}")
+            elif reasons:
+                some = "" if len(reasons) == len(met) else f" {len(reasons)} of {len(met)} calls"
+                found.append(f"{what} does not serve{some or ' here'}: {impl} {reasons[0]}; another implementation does")
+            else:
+                tried = [e["candidates"].get(impl, {}) for e in self.entries.values() if e["call"]["op"] == op]
+                proved = bool(tried) and all(candidate.get("ok") for candidate in tried)
+                found.append(f"{what}: it serves every {op} of the model{'' if proved else ', and nobody verified it'}")
+        return found
 
     def hand_to(self, model: nn.Module) -> None:
         """The model asks these from now on; compile_step takes those of the mode that its plan runs in."""
@@ -70,15 +91,23 @@ class KernelChoices:
 
 
 def forced(choices: Choices, calls: list[tuple[Call, int]], force: Mapping[str, str]) -> Choices:
-    """The same, with one impl for every call of some ops."""
+    """The same, with one impl for every call of some ops that it can serve here."""
     ops = discover()
     for op, impl in force.items():
         if op not in ops:
-            raise ValueError(f"recipe: kernels.force: there is no op {op!r}; there are {', '.join(ops)}")
+            raise ValueError(f"recipe: kernels.force: there is no op {op!r}; {nearest(op, ops)}")
         if impl not in ops[op].impls:
             raise ValueError(f"recipe: kernels.force.{op} must be one of {', '.join(ops[op].impls)}, got {impl!r}")
-    table = choices.table | {call.key: force[call.op] for call, _ in calls if call.op in force}
+    named = {call.key: force[call.op] for call, _ in calls if call.op in force and not unserved(call, force[call.op])}
+    table = choices.table | named
     return Choices(table, evidence={k: v for k, v in choices.evidence.items() if table.get(k) == choices.table.get(k)})
+
+
+def unserved(call: Call, impl: str) -> str | None:
+    """Why this impl cannot serve this call here; None where it can."""
+    op = discover()[call.op]
+    args = op.inputs(dtype=DTYPES[call.dtype], device="meta", **call.case)
+    return op.unavailable(impl) or op.impls[impl].refuses(**args)
 
 
 def select(

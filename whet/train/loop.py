@@ -191,7 +191,8 @@ def stopped(run: Training, step: int, why: str) -> None:
     where = first_bad_module(plain(run.made.model), run.batch(run.loader), run.autocast, run.device)
     good = checkpoint.newest(run.folder, lambda line: None)
     left = f"the last good checkpoint is {good}" if good else "there is no checkpoint yet"
-    text = f"stopped at step {step}: {why}; {where}; {left}. Lower train.lr, lengthen train.warmup, or lower train.clip"
+    clip = "lower train.clip" if run.recipe.train.clip else "set train.clip=1"
+    text = f"stopped at step {step}: {why}; {where}; {left}. Lower train.lr, lengthen train.warmup, or {clip}"
     run.log.write(kind="event", step=step, what="stop", text=text)
     raise Diverged(f"train: {text}")
 

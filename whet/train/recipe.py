@@ -4,7 +4,7 @@
     recipe.train.batch_size, recipe.to_dict()
 
 A recipe may begin with base = "gpt2-d12": it is that one, but for what it sets itself. The table [cpu] holds what is different
-where there is no GPU, by full names: "train.steps" = 200.
+where there is no GPU, by full names: "train.steps" = 200. What a recipe sets itself counts over its base's [cpu].
 """
 
 import difflib
@@ -221,7 +221,8 @@ def tables(path: Path, depth: int = 0) -> tuple[dict[str, Any], dict[str, Any]]:
     if depth > 8 or other is None:
         raise ValueError(f"recipe: {path.name}: base must name another recipe in {path.parent} or of whet's, got {base!r}")
     before, small_before = tables(other, depth + 1)
-    return before | flattened(given), small_before | small
+    own = flattened(given)  # counts also where there is no GPU
+    return before | own, {k: v for k, v in small_before.items() if k not in own} | small
 
 
 def flattened(tables: Mapping[str, Any]) -> dict[str, Any]:

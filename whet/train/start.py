@@ -121,10 +121,14 @@ def prepared(
     made = built(recipe, device, meta.get("vocab"))
     if isinstance(shards, Shards) and (not shards.whole or meta.get("vocab", math.inf) > made.vocab):  # one of another making
         shards.check_vocab(made.vocab)
+    if isinstance(shards, Shards):
+        shards.vocab = made.vocab
     if recipe.model.path:  # in training alone: what is exported keeps its own setting
         made.model.config.use_cache = False  # type: ignore[union-attr]
     made.model = world.wrapped(made.model)
     log = RunLog(folder, world.rank == 0, say)
+    if made.note and not resume:
+        log.say(f"model.path: {made.note}")
     log.packages(recipe.run.tensorboard, recipe.run.wandb)  # before kernels are chosen, which takes minutes
     optimizer = make(made.model, recipe.optim)
     if recipe.run.val_batches and (held := shards.sequences("val", t.seq_len)) < world.size:
@@ -160,25 +164,7 @@ def started(run: Training, found: Path | None, resume: bool, lock: Lock | None) 
     example = run.example = run.batch(run.shards.loader(t.batch_size, t.seq_len, run.world.rank, run.world.size, t.seed))
     model = plain(run.made.model)
     blocks = checkpoint_blocks(model, example, t.checkpointed_blocks)
-    tuned = run.device == "cuda" if recipe.kernels.tune is None else recipe.kernels.tune
-    if tuned and run.device == "cpu":
-        how = "which takes minutes, once: the lock keeps what is found; without --tune PyTorch's own calls serve"
-        run.log.say(f"kernels: PyTorch's and torch.compile's are timed on this CPU, {how}")
-    if recipe.model.path and tuned and run.world.mode == "fsdp":
-        run.log.say("kernels: the folder's own parts, since whet.optimize proves them on whole weights, and these are sharded")
-    elif recipe.model.path and tuned:
-        optimized(run, example, lock)
-    work = Workload(model, (), example, precision=run.autocast)
-    run.kernels = select(work, tuned, recipe.kernels.force, lock or Lock.read(), run.progress)
-    if run.kernels.by_mode:
-        run.kernels.hand_to(model)
-    if run.kernels.entries:
-        for line in run.kernels.lines(f"{t.batch_size} x {t.seq_len}"):
-            run.log.say(line)
-    elif not tuned:
-        run.log.say("kernels: PyTorch's own calls" + ("" if run.device == "cuda" else ", since there is no GPU to choose for"))
-    if recipe.kernels.retune_every and not run.kernels.tuned:
-        run.log.say("kernels.retune_every does nothing here: no kernels were chosen that could be timed again")
+    chosen(run, example, lock)
     if run.device == "cuda" and t.precision != "tf32":  # whose ceiling is not measured
         run.ceiling = ceilings().tflops.get("bfloat16" if t.precision.startswith("bfloat16") else "float32", 0.0) * 1e12 or None
     earlier = read_facts(run.log.folder) if resume and (run.log.folder / RUN).exists() else {}
@@ -197,6 +183,8 @@ def started(run: Training, found: Path | None, resume: bool, lock: Lock | None) 
             checkpoint.remove_after(run.folder, run.step)
         text = f"resumed from {found.name}" if found else f"{run.folder} has no checkpoint: from the beginning"
         run.log.event(run.step, "resume", text + changed_since(earlier.get("recipe", {}), recipe.to_dict()))
+        if run.step >= t.steps:
+            run.log.say(f"nothing is left to train: train.steps is {t.steps}")
     run.stepper = compile_step(
         run.made.model, run.optimizer, loss=scaled(t.accumulate), clip=t.clip or None, precision=run.autocast,
         plans=plans_of(run), log_to=ToLog(run.log, lambda: run.step),
@@ -205,13 +193,40 @@ def started(run: Training, found: Path | None, resume: bool, lock: Lock | None) 
     run.log.facts(facts | {"choices": run.kernels.table(), "plan": str(run.stepper.report)})
 
 
+def chosen(run: Training, example: dict, lock: Lock | None) -> None:
+    """The kernels of the run, and what there is to say of them."""
+    recipe, t, model = run.recipe, run.recipe.train, plain(run.made.model)
+    tuned = run.device == "cuda" if recipe.kernels.tune is None else recipe.kernels.tune
+    if tuned and run.device == "cpu":
+        how = "which takes minutes, once: the lock keeps what is found; without --tune PyTorch's own calls serve"
+        run.log.say(f"kernels: PyTorch's and torch.compile's are timed on this CPU, {how}")
+    if recipe.model.path and tuned and run.world.mode == "fsdp":
+        run.log.say("kernels: the folder's own parts, since whet.optimize proves them on whole weights, and these are sharded")
+    elif recipe.model.path and tuned:
+        optimized(run, example, lock)
+    work = Workload(model, (), example, precision=run.autocast)
+    run.kernels = select(work, tuned, recipe.kernels.force, lock or Lock.read(), run.progress)
+    if run.kernels.by_mode:
+        run.kernels.hand_to(model)
+    if run.kernels.entries:
+        for line in run.kernels.lines(f"{t.batch_size} x {t.seq_len}"):
+            run.log.say(line)
+    elif not tuned:
+        run.log.say("kernels: PyTorch's own calls" + ("" if run.device == "cuda" else ", since there is no GPU to choose for"))
+    for line in run.kernels.forced_lines():
+        run.log.say(line)
+    if recipe.kernels.retune_every and not run.kernels.tuned:
+        run.log.say("kernels.retune_every does nothing here: no kernels were chosen that could be timed again")
+
+
 def changed_since(before: dict, recipe: dict) -> str:
     """', with train.lr 0.001, which was 0.002': what a resumed run does not do as it began."""
     found = []
     for part, values in recipe.items():
         old = before.get(part)
         if isinstance(values, dict) and isinstance(old, dict):
-            found += [f"{part}.{key} {v}, which was {old.get(key)}" for key, v in values.items() if old.get(key) != v]
+            now, was = ({key: of.get(key) if of.get(key) != "" else "''" for key in values} for of in (values, old))
+            found += [f"{part}.{key} {v}, which was {was[key]}" for key, v in now.items() if was[key] != v]
     return f", with {'; '.join(found)}" if found else ""
 
 
@@ -268,24 +283,37 @@ def scaled(accumulate: int) -> Callable | None:
 
 def restored(run: Training, path: Path) -> None:
     """The state of a checkpoint; of the optimizer's settings those of the recipe, which may have changed since, count."""
+    if why := misfit(run, checkpoint.state_of(path)):
+        other = checkpoint.newest(run.folder, lambda line: None, lambda p: not misfit(run, checkpoint.state_of(p)))
+        fits = f"; {other.name} is of this one: move {path.name} away to go on from it" if other else ""
+        raise ValueError(f"train: {path} {why}{fits}")
     groups = run.optimizer.param_groups
     settings = [{k: v for k, v in group.items() if k != "params"} for group in groups]
     state = run.world.load(path, run.made.model, run.optimizer, run.ema)
     for group, mine in zip(groups, settings):
         group.update(mine)
-    if missing := sorted(IN_STATE - set(state)):
-        raise ValueError(f"train: {path} is no checkpoint of `whet train`: its state has no {missing[0]}; start another run")
-    if state["fingerprint"] != run.shards.fingerprint():
-        raise ValueError(f"train: {path} was trained on other data; resume with that, or start another run")
-    for key, mine in run.made.facts.items():
-        if key != "path" and (was := state["model"].get(key, mine)) != mine:
-            fix = f"resume with --set model.{key}={was}, or start another run"
-            raise ValueError(f"train: {path} is of a model with {key} {was}, and the recipe's has {mine}; {fix}")
-    for key in ("seq_len", "seed"):
-        was, now_set = state["recipe"]["train"][key], getattr(run.recipe.train, key)
-        if was != now_set:
-            fix = f"the order of the data would be another; resume with {was}, or start another run"
-            raise ValueError(f"train: {path} was trained with train.{key} {was}, and the recipe has {now_set}: {fix}")
     run.step, run.time_s, run.first_loss = state["step"], state["time_s"], state["first_loss"]
     run.counted, run.last_loss, run.val_loss = (run.step, state["tokens"]), state["loss"], state["val_loss"]
     run.loader.load_state(state["loader"])
+
+
+def misfit(run: Training, state: dict) -> str:
+    """Why this run cannot go on from a checkpoint with this state; empty where it can."""
+    if missing := sorted(IN_STATE - set(state)):
+        return f"is no checkpoint of `whet train`: its state has no {missing[0]}; start another run"
+    part, mine = state["recipe"]["model"], run.recipe.model
+    was, wanted = part["path"] or part["name"], mine.path or mine.name
+    if was != wanted and not (part["path"] and mine.path):  # a folder may have moved
+        return f"is of {was}, and the recipe's model is {wanted}; resume with the recipe it began with, or start another run"
+    if state["fingerprint"] != run.shards.fingerprint():
+        return "was trained on other data; resume with that, or start another run"
+    for key, now in run.made.facts.items():
+        if key != "path" and (before := state["model"].get(key, now)) != now:
+            fix = f"resume with --set model.{key}={before}, or start another run"
+            return f"is of a model with {key} {before}, and the recipe's has {now}; {fix}"
+    for key in ("seq_len", "seed"):
+        before, now = state["recipe"]["train"][key], getattr(run.recipe.train, key)
+        if before != now:
+            fix = f"the order of the data would be another; resume with {before}, or start another run"
+            return f"was trained with train.{key} {before}, and the recipe has {now}: {fix}"
+    return ""
