@@ -112,7 +112,7 @@ FAMILIES = {
     "Mistral, a window": Family("MistralForCausalLM", "MistralConfig", SMALL | {"sliding_window": 8}, GIVEN_MASK, {}, padded),
     "Mistral": Family("MistralForCausalLM", "MistralConfig", SMALL | {"sliding_window": None}, DECODER),
     "Gemma2": Family(
-        "Gemma2ForCausalLM", "Gemma2Config", SMALL | {"head_dim": 16},
+        "Gemma2ForCausalLM", "Gemma2Config", SMALL | {"head_dim": 16, "attn_implementation": "eager"},
         dict(norms=7, residual_norm=2, gated_mlp=2, rotary=2),
         dict(attention="its attention is set to 'eager'", lm_head="does more with the logits")),
     "Gemma3": Family(
