@@ -296,7 +296,7 @@ def test_the_command_writes_shards_that_read_back(tmp_path):
     assert result.exit_code == 0, result.stderr
     total = sum(len(t.encode()) for t in texts.values()) + 3
     assert f"3 documents, {total:,} tokens, 1.00 bytes per token (bytes)" in result.stdout
-    assert "1 files skipped: not UTF-8 text" in result.stdout and "4 shards: out/new" in result.stdout
+    assert "1 file skipped: not UTF-8 text" in result.stdout and "4 shards: out/new" in result.stdout
     names = [f"train_{i:06d}.bin" for i in range(3)] + ["val_000000.bin", "shards.json"]
     assert sorted(os.listdir("out/new")) == sorted(names)
     shards = Shards("out/new")

@@ -7,6 +7,10 @@ import torch
 from torch._guards import detect_fake_mode
 
 
+class NotTraced(RuntimeError):
+    """A formula under torch.compile was handed tensors without values."""
+
+
 def compiled(reference: Callable) -> Callable:
     """torch.compile of the reference, made at first use: one graph per shape, no dynamic guards to pay for."""
 
@@ -21,7 +25,8 @@ def compiled(reference: Callable) -> Callable:
             return reference(*args, **options)  # inside a larger torch.compile the formula itself is what gets fused
         if torch._C._len_torch_dispatch_stack() and detect_fake_mode() is not None:
             # What it refuses to trace here it would skip for good in this process, and then fail with real tensors too.
-            raise RuntimeError(f"{reference.__module__}: torch.compile decides itself what it keeps, and meets no fake tensors")
+            op = reference.__module__.removeprefix("whet.ops.").partition(".")[0]
+            raise NotTraced(f"{op} runs under torch.compile in some plan, which decides itself what it keeps")
         return build()(*args, **options)
 
     return run

@@ -26,6 +26,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from whet.choices import Choices
+from whet.compiled import NotTraced
 from whet.figures import error_line
 from whet.plan import BEFORE, Plan
 from whet.torch_ops import INSIDE
@@ -197,7 +198,8 @@ class PlanMemory:
                 self.found[key] = predict(lambda: self.workload(replace(plan, graph=False), fresh, precision))
             except Exception as e:  # a model that looks at values, or an op without a fake: it is only not known
                 if not any(found is None for found in self.found.values()):
-                    self.notes.append(f"memory is not predicted: {error_line(e)}")
+                    why = str(e) if isinstance(e, NotTraced) else error_line(e)
+                    self.notes.append(f"memory is not predicted of every plan: {why}")
                 self.found[key] = None
         step = self.found[key]
         return step.captured(self.device) if step is not None and plan.graph else step

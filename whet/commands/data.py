@@ -42,8 +42,9 @@ def command(
     if as_json:
         typer.echo(json.dumps(meta | {"folder": out, "bytes_per_token": round(per_token, 3), "skipped": others}, indent=1))
         return
-    console.print(f"{meta['documents']:,} documents, {meta['tokens']:,} tokens, {per_token:.2f} bytes per token ({tokenizer})")
+    documents = f"{meta['documents']:,} document{'s' * (meta['documents'] != 1)}"
+    console.print(f"{documents}, {meta['tokens']:,} tokens, {per_token:.2f} bytes per token ({tokenizer})")
     if others:
-        console.print(f"{others:,} files skipped: not UTF-8 text")
+        console.print(f"{others:,} file{'s' * (others != 1)} skipped: not UTF-8 text")
     parts = f"{meta['train_tokens']:,} tokens to train on, {meta['val_tokens']:,} to validate"
     console.print(f"{parts}, {meta['files']:,} shards: {out}")
