@@ -24,7 +24,7 @@ from whet.swap._replace import recognise
 from whet.torch_ops import own_code
 from whet.workload import ROUNDING, Workload, asking, asks, tensors_in
 
-ORACLE_SCORES = {"cuda": 2**37, "cpu": 2**33}  # of attention in all layers, that float64 makes: about a minute on an H200
+ORACLE_SCORES = {"cuda": 2**37, "cpu": 2**33}  # of attention in all layers, that float64 makes: by estimate a minute on an H200
 SWAPPED = "swapped"  # the variant of a user's model in which proved parts are replaced
 Evidence = dict[str, torch.Tensor]
 
@@ -72,13 +72,13 @@ class BuiltIn:
         The batch stays as it is, and so does every call of a layer that is left.
         """
         c, r, most = self.sizes, self.recipe, ORACLE_SCORES[self.device]
-        of_a_layer = r.batch * c.heads * r.seq_len * getattr(r, "context", r.seq_len)
-        least = len(getattr(c, "pattern", "")) or 1
-        if c.layers * of_a_layer <= most or c.layers <= least:
+        of_a_layer = r.batch * getattr(c, "heads", 0) * r.seq_len * getattr(r, "context", r.seq_len)
+        least, all_layers = len(getattr(c, "pattern", "")) or 1, getattr(c, "layers", 1)
+        if all_layers * of_a_layer <= most or all_layers <= least:
             return self
-        layers = min(c.layers, max(least, most // of_a_layer))
+        layers = max(least, most // of_a_layer)
         found = BuiltIn(self.model, replace(c, layers=layers), r, self.name, self.device)
-        found.part, found.lean = f"{layers} of {c.layers} layers", True
+        found.part, found.lean = f"{layers} of {all_layers} layers", True
         why = "attention of all has too many scores for float64, and before runs in the precision of the others"
         self.notes.append(f"verified with {found.part}, at the whole batch: {why}")
         self.before_in_less()

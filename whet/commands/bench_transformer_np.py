@@ -50,7 +50,7 @@ def command(
     with plain_errors("nothing was timed yet, so there is nothing to keep"):
         if precision not in PRECISIONS:
             raise ValueError(f"bench: --precision must be one of {', '.join(PRECISIONS)}, got {precision!r}")
-        asked = parts(shapes or ("small,mid,large" if torch.cuda.is_available() else "tiny"))
+        asked = parts(shapes) or (["small", "mid", "large"] if torch.cuda.is_available() else ["tiny"])
         for shape in asked:
             find(f"{MODEL}:{shape}")
         make = functools.partial(
