@@ -324,6 +324,34 @@ def test_every_plan_is_tried_under_a_graph_too_and_a_compiled_one_is_built_once_
     assert not trial.ready
 
 
+def test_the_memory_of_a_graph_of_what_was_compiled_early_is_its_own(monkeypatch):
+    """Other plans were built between the two, and wait in memory."""
+    now, origins = [0], {}
+
+    class Held(PlanRunner):
+        def __init__(self, *args):
+            super().__init__(*args)
+            now[0] += 10
+
+    @contextlib.contextmanager
+    def seen(result, origin):
+        origins[result.name] = now[0] - origin
+        yield
+
+    monkeypatch.setattr(whet.plans, "PlanRunner", Held)
+    monkeypatch.setattr(whet.plans, "memory_allocated", lambda: now[0])
+    monkeypatch.setattr(whet.plans, "peak_memory", seen)
+    monkeypatch.setattr("whet.workload.Graph", Replay)
+    monkeypatch.setattr(torch, "compile", lambda module, **_: module)
+    trial = whet.plans.Trial(SUBJECT, "float32", 0.02)
+    trial.graphs, todo = True, [p for p in SUBJECT.plans() if p.choices == "stock"]
+    trial.prepare_early(todo)
+    for plan in todo:
+        trial.run(plan)
+    assert origins.pop(BEFORE) == 0 and set(origins) == set(trial.entered)
+    assert origins == dict.fromkeys(origins, 0) | {"torch.compile + CUDA graph": 10}, "what the runner held, and no other's"
+
+
 def test_a_plan_that_cannot_be_captured_keeps_its_uncaptured_result(monkeypatch):
     def refuse(run):
         raise RuntimeError("operation not permitted when stream is capturing")

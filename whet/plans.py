@@ -75,7 +75,7 @@ def _reason(e: Exception) -> str:
     return error_line(e)
 
 
-Prepared = tuple[PlanResult, PlanRunner | None, int]  # and the device memory that was held before
+Prepared = tuple[PlanResult, PlanRunner | None, int]  # and the device memory that it holds
 
 
 class PlanFailed(Exception):
@@ -174,16 +174,16 @@ class Trial:
 
     def _run(self, plan: Plan) -> list[PlanResult]:
         """The plan, and on a GPU the same under a CUDA graph; where both choose alike a model is compiled once for both."""
-        results, runner, origin, after = list[PlanResult](), None, None, graphed(plan)
+        results, runner, held, after = list[PlanResult](), None, 0, graphed(plan)
         both = self.graphs and not plan.graph and self._asked(after)
         shared = both and plan.compiled and (
             plan.choices != "tuned" or self.choices[plan.mode].table == self.choices[after.mode].table
         )
         if self._asked(plan) or shared:
-            result, runner, origin = self.ready.pop(plan.name) if plan.name in self.ready else self.prepare(plan)
+            result, runner, held = self.ready.pop(plan.name) if plan.name in self.ready else self.prepare(plan)
             results += [self.finish(result, runner)] if self._asked(plan) else []
         if both:
-            result, runner, _ = self.prepare(after, runner if shared else None, origin)
+            result, runner, _ = self.prepare(after, runner if shared else None, held)
             results.append(self.finish(result, runner))
         return results
 
@@ -197,15 +197,15 @@ class Trial:
         free = torch.cuda.mem_get_info()[0]
         return free > ROOM * max(r.peak_mb or 0.0 for r in (self.before_result, *self.results.values())) * 1e6
 
-    def prepare(self, plan: Plan, runner: PlanRunner | None = None, origin: int | None = None) -> Prepared:
-        """Build (or capture), compile and warm up: the part of a plan that may be done while others use the GPU."""
+    def prepare(self, plan: Plan, runner: PlanRunner | None = None, held: int = 0) -> Prepared:
+        """Build, compile and warm up, which may be done while others use the GPU; or capture a runner, which holds so much."""
         gc.collect()
         result = PlanResult(plan)
         if (why := self._lacks(result, self.precision)) and runner is None:
             result.why = f"{OUT_OF_MEMORY}: {why}"
-            return result, None, memory_allocated()
+            return result, None, 0
         weights = self.subject.weights(plan) if runner is None else None  # the trial's, not the plan's
-        started, origin = now(), origin if runner is not None and origin is not None else memory_allocated()
+        started, origin = now(), memory_allocated() - (held if runner is not None else 0)  # others lie beside it by now
         try:
             with peak_memory(result, origin):
                 if runner is None:
@@ -217,7 +217,7 @@ class Trial:
             result.ready_s = round(now() - started, 2)
         except Exception as e:
             result.why, runner = _reason(e), None
-        return result, runner, origin
+        return result, runner, memory_allocated() - origin
 
     def prepare_early(self, todo: list[Plan]) -> None:
         """Compile what waits for no choice, while children verify candidates."""
