@@ -8,12 +8,15 @@ from memory_events import measured_peak
 from odd_sizes import odd_gpt, tokens
 from swapping import batch
 from torch import nn
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 import whet
 from whet.choices import Choices
+from whet.compiled import NotTraced
 from whet.lock import Lock
 from whet.models import find, recipe_of
 from whet.models.gpt2 import GPT2, GPT2Config
+from whet.ops.attention import stock
 from whet.plan_memory import WITHIN, PredictedMemory, StorageBytes, lacking, predict
 from whet.plans import Trial, best_plan
 from whet.report.tables import plans_table
@@ -158,6 +161,16 @@ def test_a_call_that_torch_compile_serves_is_not_predicted_and_runs_afterwards()
     with pytest.raises(RuntimeError, match="rms_norm runs under torch.compile in some plan, which decides itself"):
         predict(lambda: Workload(GPT2(config, ops=made), kwargs=batch))
     assert torch.isfinite(Workload(GPT2(config, ops=made), kwargs=batch).outcome())
+
+
+def test_no_mask_of_fake_tensors_is_kept_for_the_real_ones():
+    stock.block_mask.cache_clear()
+    with FakeTensorMode():
+        q = torch.ones(1, 2, 256, 64)
+        with pytest.raises(NotTraced, match="attention runs under torch.compile"):
+            stock.run_flex(q, q, q, "top-left")
+    assert stock.block_mask.cache_info().currsize == 0
+    stock.run_flex(*[torch.ones(1, 2, 256, 64)] * 3, "top-left")
 
 
 def test_a_forward_alone_keeps_no_activations():

@@ -23,10 +23,13 @@ def compiled(reference: Callable) -> Callable:
     def run(*args, **options):
         if torch.compiler.is_compiling():
             return reference(*args, **options)  # inside a larger torch.compile the formula itself is what gets fused
-        if torch._C._len_torch_dispatch_stack() and detect_fake_mode() is not None:
-            # What it refuses to trace here it would skip for good in this process, and then fail with real tensors too.
-            op = reference.__module__.removeprefix("whet.ops.").partition(".")[0]
-            raise NotTraced(f"{op} runs under torch.compile in some plan, which decides itself what it keeps")
+        refuse_fake_tensors(reference.__module__.removeprefix("whet.ops.").partition(".")[0])
         return build()(*args, **options)
 
     return run
+
+
+def refuse_fake_tensors(op: str) -> None:
+    """What torch.compile refuses to trace of them it would skip for good in this process, and then fail with real ones too."""
+    if torch._C._len_torch_dispatch_stack() and detect_fake_mode() is not None:
+        raise NotTraced(f"{op} runs under torch.compile in some plan, which decides itself what it keeps")

@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from whet.compiled import compiled
+from whet.compiled import compiled, refuse_fake_tensors
 from whet.op import Impl, Rank
 from whet.ops.attention.meaning import NO_FP8, any_blind, reference, scale_of, seen, span
 
@@ -142,6 +142,8 @@ def run_flex(q, k, v, causal=None, window=None, scale=None, return_lse=False, pr
     Lq, Lk = q.shape[2], k.shape[2]
     offset, left, right = span(causal, window, Lq, Lk)
     mask = None
+    if not torch.compiler.is_compiling():
+        refuse_fake_tensors("attention")  # before a mask is kept that is one
     if left is not None or right is not None:
         make = make_block_mask if torch.compiler.is_compiling() else block_mask
         mask = make(offset, left, right, Lq, Lk, q.device)
