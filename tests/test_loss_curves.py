@@ -23,7 +23,8 @@ def apart(a: list[float], b: list[float]) -> float:
 
 
 @pytest.mark.parametrize("precision", ["float32", "bfloat16"])
-def test_a_run_by_kernels_is_as_near_to_one_without_as_another_seed_is(precision, device, tmp_path):
+def test_a_run_by_kernels_is_as_near_to_one_without_as_another_seed_is(precision, device, tmp_path, monkeypatch):
+    monkeypatch.setenv("WHET_LOCK", str(tmp_path / "whet.lock"))
     plain: dict = dict(kernels__tune=False, kernels__plan="as it is", train__precision=precision)
     base = curve(tmp_path / "base", **plain)
     seed = curve(tmp_path / "seed", train__seed=2, **plain)
