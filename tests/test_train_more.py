@@ -22,7 +22,9 @@ from whet.train.build import built
 from whet.train.export import load_run, tokenizer_of
 from whet.train.kernels import KernelChoices, forced, select
 from whet.train.log import read_log
+from whet.train.loop import train as train_run
 from whet.train.recipe import made, parse_setting, read
+from whet.train.runs import read_run
 from whet.train.watch import Diverged
 
 
@@ -50,6 +52,15 @@ def test_a_run_that_is_over_keeps_its_losses_when_it_is_resumed(shards, tmp_path
     again = quiet(small(shards, train__steps=6), tmp_path / "run", resume=True)
     assert (again.loss, again.val_loss, again.tokens) == (first.loss, first.val_loss, first.tokens)
     assert math.isfinite(again.loss)
+
+
+def test_a_run_goes_on_from_good_checkpoints_beside_a_damaged_run_json(shards, tmp_path):  # noqa: F811
+    folder, said = tmp_path / "run", []
+    quiet(small(shards, train__steps=3, run__save_every=3), folder)
+    (folder / "run.json").write_text('{"recipe": ')
+    train_run(small(shards, train__steps=6, run__save_every=3), folder, resume=True, say=said.append)
+    assert any(line == f"{folder / 'run.json'} is damaged, and is written anew" for line in said), said
+    assert read_run(folder).steps and [line["step"] for line in steps_of(folder)] == [1, 2, 3, 4, 5, 6]
 
 
 @pytest.mark.parametrize("changes", [dict(train__seq_len=8), dict(train__seed=7)])

@@ -52,6 +52,17 @@ def test_forward_mode_differentiation_raises_rather_than_giving_zeros(op, impl):
 
 
 @pytest.mark.parametrize("op, impl", every_kernel(trained))
+def test_gradients_of_torch_func_are_refused_with_what_to_do(op, impl):
+    args = {k: v.detach() if isinstance(v, torch.Tensor) else v for k, v in leaves(op, impl=impl).items()}
+
+    def run(x):
+        return as_tuple(getattr(whet.ops, op.name)(**(args | {op.grads[0]: x}), impl=impl))[0].float().sum()
+
+    with pytest.raises(RuntimeError, match=rf"\[{impl}\]: torch.func's gradients are not supported; use impl='eager'"):
+        torch.func.grad(run)(args[op.grads[0]])
+
+
+@pytest.mark.parametrize("op, impl", every_kernel(trained))
 def test_a_tangent_is_refused_where_no_gradient_is_asked_for_too(op, impl):
     args = {k: v.detach() if isinstance(v, torch.Tensor) else v for k, v in leaves(op, impl=impl).items()}
     x = args[op.grads[0]]

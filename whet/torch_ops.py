@@ -153,7 +153,7 @@ class Fused:
     def __call__(self, *args):
         if torch.compiler.is_compiling():
             return self._through_library(args)
-        run = self._through_library if _watched(self.label) else self._recorded if _asked(args) else self._alone
+        run = self._looked_at if _watched(self.label) else self._recorded if _asked(args) else self._alone
         x = args[0]
         if x.is_cuda and x.get_device() != _current_device():
             with torch.cuda.device(x.device):
@@ -162,6 +162,15 @@ class Fused:
 
     def _through_library(self, args):
         return self._shown(self.op(*args))
+
+    def _looked_at(self, args):
+        try:
+            return self._through_library(args)
+        except RuntimeError as e:
+            if "setup_context" not in str(e):
+                raise
+            why = "torch.func's gradients are not supported; use impl='eager' where you need them, or .backward()"
+            raise RuntimeError(f"{self.label}: {why}") from None
 
     def _recorded(self, args):
         return self.function.apply(*args)

@@ -152,6 +152,10 @@ def read_run(folder: str | Path) -> TrainRun:
     return replace(run, damaged=damaged)
 
 
+class DamagedFacts(ValueError):
+    """A run.json that is no JSON."""
+
+
 def read_facts(path: Path) -> dict:
     if not path.is_dir():
         raise ValueError(f"run: there is no folder {path}; name a run folder, such as runs/NAME")
@@ -164,7 +168,7 @@ def read_facts(path: Path) -> dict:
     except OSError as e:
         raise ValueError(f"run: {path / RUN} cannot be read ({e.strerror})") from None
     except ValueError as e:
-        raise ValueError(f"run: {path / RUN} is damaged ({e}); restore it from a copy") from None
+        raise DamagedFacts(f"run: {path / RUN} is damaged ({e}); restore it from a copy") from None
     if not isinstance(facts, dict) or not isinstance(facts.get("recipe"), dict):
         raise ValueError(f"run: {path / RUN} has no recipe; name a folder that `whet train` wrote")
     if facts.get("format") != FORMAT:

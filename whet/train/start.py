@@ -24,7 +24,7 @@ from whet.train.kernels import KernelChoices, select
 from whet.train.log import FORMAT, RUN, RunLog
 from whet.train.optim import Ema, MuonAdamW, make
 from whet.train.recipe import TrainRecipe
-from whet.train.runs import read_facts
+from whet.train.runs import DamagedFacts, read_facts
 from whet.train.tasks import GPTasks, TaskLoader
 from whet.workload import Workload, find_loss, in_precision
 
@@ -167,7 +167,7 @@ def started(run: Training, found: Path | None, resume: bool, lock: Lock | None) 
     chosen(run, example, lock)
     if run.device == "cuda" and t.precision != "tf32":  # whose ceiling is not measured
         run.ceiling = ceilings().tflops.get("bfloat16" if t.precision.startswith("bfloat16") else "float32", 0.0) * 1e12 or None
-    earlier = read_facts(run.log.folder) if resume and (run.log.folder / RUN).exists() else {}
+    earlier = earlier_facts(run.log) if resume and (run.log.folder / RUN).exists() else {}
     facts = {
         "format": FORMAT, "id": earlier.get("id") or secrets.token_hex(6),
         "recipe": recipe.to_dict(), "machine": machine.this_machine().as_dict(), "commit": machine.commit(),
@@ -217,6 +217,15 @@ def chosen(run: Training, example: dict, lock: Lock | None) -> None:
         run.log.say(line)
     if recipe.kernels.retune_every and not run.kernels.tuned:
         run.log.say("kernels.retune_every does nothing here: no kernels were chosen that could be timed again")
+
+
+def earlier_facts(log: RunLog) -> dict:
+    """What run.json says of the run that is resumed; the checkpoints hold all that it needs."""
+    try:
+        return read_facts(log.folder)
+    except DamagedFacts:
+        log.say(f"{log.folder / RUN} is damaged, and is written anew")
+        return {}
 
 
 def changed_since(before: dict, recipe: dict) -> str:
