@@ -19,7 +19,7 @@ from whet.diagnose.target import CannotRun, Target
 from whet.figures import error_line, ms
 from whet.graphs import Graph
 from whet.measure import free_memory
-from whet.plan import BEFORE, Plan, compiled
+from whet.plan import BEFORE, Plan, compiled, graphed
 from whet.plans import OUT_OF_MEMORY, Trial
 from whet.subjects import Evidence, Given, compiled_forward
 from whet.swap import Journal, Met
@@ -341,9 +341,8 @@ def _choose(work: LoopWork, seconds: float, compiled: bool, only: tuple[str, ...
     ))
     trial = LoopTrial(subject, work.precision or "float32", seconds)
     trial.only = only
-    trial.graphs &= not only or any("+ CUDA graph" in name for name in only)
     for plan in subject.plans():
-        if (compiled or not plan.compiled) and (not only or any(name.startswith(plan.name) for name in only)):
+        if (compiled or not plan.compiled) and (not only or {plan.name, graphed(plan).name} & set(only)):
             trial.run(plan)
     trial.heat()
     found = trial.outcome()

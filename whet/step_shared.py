@@ -23,11 +23,12 @@ from whet.figures import error_line, ms
 from whet.judge import Verdict, judge
 from whet.measure import Race, free_memory, race
 from whet.plan import Plan
+from whet.prove import random_states
 from whet.step_plans import AS_IT_IS, ChosenStep, Loop, LoopWork, LossOf, ask_by_plan
-from whet.subjects import Evidence, coarsest_rounding
+from whet.subjects import Evidence
 from whet.swap._replace import quiet
 from whet.torch_ops import own_code
-from whet.workload import ROUNDING, quick_collections, tensors_in
+from whet.workload import ROUNDING, coarsest_rounding, quick_collections, tensors_in, watched_dtypes
 
 COMPILED = Plan("torch.compile", "", "own", compiled=True)
 NO_GRAPH = "CUDA graphs are not tried of several processes"
@@ -211,22 +212,6 @@ class SharedTrial:
 
 
 @contextlib.contextmanager
-def watched_dtypes(model: nn.Module) -> Iterator[set[torch.dtype]]:
-    """The dtypes of what modules return in the block, and of the weights."""
-    found = {p.dtype for p in model.parameters()}
-
-    def look(module: nn.Module, args: Any, out: Any) -> None:
-        found.update(t.dtype for t in tensors_in(out))
-
-    hooks = [m.register_forward_hook(look) for m in model.modules()]
-    try:
-        yield found
-    finally:
-        for hook in hooks:
-            hook.remove()
-
-
-@contextlib.contextmanager
 def without_chance(model: nn.Module) -> Iterator[list[str]]:
     """Dropout is off in the block; modes and gradients are afterwards as they were. What was switched off, in words."""
     modes = [(m, m.training) for m in model.modules()]
@@ -270,10 +255,6 @@ def reduces(unit: FSDPModule) -> bool:
     return all(group.reduce_grads for group in groups if group is not None)
 
 
-def random_state() -> list[torch.Tensor]:
-    return [torch.get_rng_state(), *([torch.cuda.get_rng_state()] if torch.cuda.is_available() else [])]
-
-
 def unwrapped(model: nn.Module) -> tuple[nn.Module, DistributedDataParallel | None]:
     """(the model without DDP, with the loss that it was given; DDP), or (the model, None) where FSDP2 shards it.
 
@@ -313,10 +294,10 @@ def choose_shared(work: LoopWork, seconds: float, compiled: bool = True, only: t
 
 
 def _chosen(trial: SharedTrial, seconds: float, notes: list[str]) -> ChosenStep:
-    before = random_state()
+    before = random_states()
     verdict, note = trial.verdict()
     notes = [*notes, *([note] if note else [])]
-    drew = not all(map(torch.equal, before, random_state()))
+    drew = not all(map(torch.equal, before, random_states()))
     why = "a step draws random numbers, so no plan can be verified" if drew else verdict.why
     if wrong := next((f"rank {rank}: {reason}" for rank, reason in enumerate(gathered(why)) if reason), ""):
         return ChosenStep(AS_IT_IS, "; ".join([f"{COMPILED.name} is out: {wrong}", *notes]), {})

@@ -3,7 +3,7 @@
 import collections
 import functools
 import types
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 
 import torch
@@ -22,7 +22,7 @@ from whet.plan_memory import moved, own_copy
 from whet.swap import Journal, Met
 from whet.swap._replace import recognise
 from whet.torch_ops import own_code
-from whet.workload import ROUNDING, Workload, asking, asks, tensors_in
+from whet.workload import ROUNDING, Workload, asking, asks, coarsest_rounding, tensors_in, watched_dtypes
 
 ORACLE_SCORES = {"cuda": 2**37, "cpu": 2**33}  # of attention in all layers, that float64 makes: by estimate a minute on an H200
 SWAPPED = "swapped"  # the variant of a user's model in which proved parts are replaced
@@ -312,11 +312,8 @@ class Given:
         """Of the coarsest of what was asked for, what the process is set to, and what any module returns."""
         if precision != "float32":
             return ROUNDING[precision]
-        found = {p.dtype for p in self.target.model.parameters()}
         work = self._copy()
-        for module in work.model.modules():
-            module.register_forward_hook(lambda m, args, out: found.update(t.dtype for t in tensors_in(out)))
-        with torch.no_grad():
+        with torch.no_grad(), watched_dtypes(work.model) as found:
             work.forward()
         return coarsest_rounding(found)
 
@@ -359,13 +356,6 @@ class Given:
 
     def canonical(self, gradients: Mapping) -> dict:
         return dict(gradients)
-
-
-def coarsest_rounding(dtypes: Iterable[torch.dtype]) -> float | None:
-    """The largest rounding step of these, and of products as the process is set; None where that is float32's."""
-    steps = [torch.finfo(d).eps for d in dtypes if d.is_floating_point and d.itemsize < 4]
-    steps += [2.0**-10] if torch.get_float32_matmul_precision() != "highest" else []
-    return max(steps, default=None)
 
 
 def compiled_forward(model: nn.Module) -> Callable:

@@ -9,7 +9,7 @@
 
 import contextlib
 import gc
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, is_dataclass
 from types import SimpleNamespace
 from typing import Any
@@ -244,3 +244,26 @@ class Workload:
         with asking(self.model, recorder):
             self.forward()
         return list(recorder.calls.values())
+
+
+@contextlib.contextmanager
+def watched_dtypes(model: nn.Module) -> Iterator[set[torch.dtype]]:
+    """The dtypes of what modules return in the block, and of the weights."""
+    found = {p.dtype for p in model.parameters()}
+
+    def look(module: nn.Module, args: Any, out: Any) -> None:
+        found.update(t.dtype for t in tensors_in(out))
+
+    hooks = [m.register_forward_hook(look) for m in model.modules()]
+    try:
+        yield found
+    finally:
+        for hook in hooks:
+            hook.remove()
+
+
+def coarsest_rounding(dtypes: Iterable[torch.dtype]) -> float | None:
+    """The largest rounding step of these, and of products as the process is set; None where that is float32's."""
+    steps = [torch.finfo(d).eps for d in dtypes if d.is_floating_point and d.itemsize < 4]
+    steps += [2.0**-10] if torch.get_float32_matmul_precision() != "highest" else []
+    return max(steps, default=None)

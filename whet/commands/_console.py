@@ -78,6 +78,11 @@ def progress_bar(show: bool) -> Iterator[Callable[[str, int, int], None]]:
         yield lambda text, done, total: bar.update(task, description=text, completed=done, total=total)
 
 
+def comma_list(text: str) -> list[str]:
+    """What stands between commas."""
+    return [part.strip() for part in text.split(",") if part.strip()]
+
+
 def emit(made: dict, as_json: bool, folder: str, name: str, show: Callable[[], None]) -> None:
     from whet.report import record
 

@@ -6,7 +6,7 @@ from typing import Annotated, Any
 
 import typer
 
-from whet.commands._console import Json, Records, console, emit, plain_errors, progress_bar
+from whet.commands._console import Json, Records, comma_list, console, emit, plain_errors, progress_bar
 from whet.commands._options import Device, option
 
 GPU_CONTEXTS, GPU_BATCHES = "128,1024,4096,16384", "1,8,64"
@@ -65,14 +65,14 @@ def command(
 
 def numbers(text: str, option: str) -> list[int]:
     """'128,1024' -> [128, 1024]."""
-    parts = [p.strip() for p in text.split(",") if p.strip()]
+    parts = comma_list(text)
     if not parts or not all(p.isdecimal() and int(p) > 0 for p in parts):
         raise ValueError(f"bench decode: --{option} must be whole numbers from 1 on with commas between, got {text!r}")
     return list(dict.fromkeys(int(p) for p in parts))
 
 
 def names(text: str) -> list[str]:
-    return list(dict.fromkeys(p.strip() for p in text.split(",") if p.strip()))
+    return list(dict.fromkeys(comma_list(text)))
 
 
 def asked_for(model: str | None, context: str | None, batch: str | None, rivals: str | None, device: str, **rest: Any) -> Any:

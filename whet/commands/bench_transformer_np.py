@@ -7,7 +7,7 @@ from typing import Annotated, Any
 
 import typer
 
-from whet.commands._console import Json, Records, console, emit, plain_errors, progress_bar
+from whet.commands._console import Json, Records, comma_list, console, emit, plain_errors, progress_bar
 from whet.commands._diagnose import quiet_profiler
 
 MODEL = "transformer-np"
@@ -50,11 +50,11 @@ def command(
     with plain_errors("nothing was timed yet, so there is nothing to keep"):
         if precision not in PRECISIONS:
             raise ValueError(f"bench: --precision must be one of {', '.join(PRECISIONS)}, got {precision!r}")
-        asked = parts(shapes) or (["small", "mid", "large"] if torch.cuda.is_available() else ["tiny"])
+        asked = comma_list(shapes) or (["small", "mid", "large"] if torch.cuda.is_available() else ["tiny"])
         for shape in asked:
             find(f"{MODEL}:{shape}")
         make = functools.partial(
-            Matrix, precision=precision, seconds=seconds, only=parts(only), cells=parts(cells) or CELLS,
+            Matrix, precision=precision, seconds=seconds, only=comma_list(only), cells=comma_list(cells) or CELLS,
         )
         make(f"{MODEL}:{asked[0]}")  # which refuses what it does not know
     options = {"shapes": ",".join(asked), "precision": precision, "seconds": f"{seconds:g}", "only": only, "cells": cells}
@@ -85,8 +85,3 @@ def run(matrix: Any, made: dict, write: Callable, progress: Callable[[str, int, 
         shape["cells"].append(cell.to_record())
         progress(f"{subject.name}: {cell.way}", done, matrix.count)
         writable = writable and write() is not None
-
-
-def parts(text: str) -> list[str]:
-    """What stands between commas."""
-    return [part.strip() for part in text.split(",") if part.strip()]

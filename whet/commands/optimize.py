@@ -9,7 +9,18 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from whet.commands._console import Html, Json, LockFile, Records, console, emit, plain_errors, progress_bar, write_page
+from whet.commands._console import (
+    Html,
+    Json,
+    LockFile,
+    Records,
+    comma_list,
+    console,
+    emit,
+    plain_errors,
+    progress_bar,
+    write_page,
+)
 
 if TYPE_CHECKING:
     from whet.commands._folder import FolderOptions
@@ -108,9 +119,8 @@ def by_plans(
     known, ours = Lock.read(where), not target.partition(":")[0].endswith(".py")
     if ours:
         refuse_what_does_not_fit(known, target, precision, again or bool(against) or bool(only))
-    names = [name.strip() for name in only.split(",") if name.strip()]
     with progress_bar(not as_json) as progress:
-        result = best_plan(target, known, precision, again, seconds, progress, against, [*map(plan_name, names)])
+        result = best_plan(target, known, precision, again, seconds, progress, against, [*map(plan_name, comma_list(only))])
     more = f"{f' --against {against}' if against else ''}{f' --only {shlex.quote(only)}' if only else ''}"
     made = record.make(f"whet optimize {target} --precision {precision}{more}", result)
     if html:
