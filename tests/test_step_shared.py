@@ -236,6 +236,23 @@ class Alone(nn.Module):
         return F.cross_entropy(self.net(x), labels)
 
 
+class Noted(Net):
+    def forward(self, x, labels, note=None):
+        return super().forward(x, labels)
+
+
+def one_strange(rank, world, folder):
+    model = wrapped("ddp", Noted())
+    step = compile_step(model, adam(model), seconds=0.001)
+    step(batches(1, rank)[0] | (dict(note=object()) if rank else {}))
+    (served,) = step.served.values()
+    assert served.plan == AS_IT_IS and "rank 1: the batch holds a object" in str(step.report), str(step.report)
+
+
+def test_a_batch_that_one_process_cannot_see_into_costs_the_plan_in_all(tmp_path):
+    together(one_strange, 2, tmp_path)
+
+
 def left_as_they_are(rank, world, folder):
     for make, options, said in (
         (lambda: Net(), {}, "only DDP's and FSDP2's steps are tried"),

@@ -161,19 +161,18 @@ class CompiledStep:
     def _chosen(self, work: LoopWork) -> ChosenStep:
         """The plan of batches of a shape that was not met before."""
         leaves = tree_flatten((work.args, work.kwargs))[0]
-        strange = next((x for x in leaves if not isinstance(x, (torch.Tensor, *PLAIN))), None)
+        strange = next((type(x).__name__ for x in leaves if not isinstance(x, (torch.Tensor, *PLAIN))), "")
+        unseen = f"the batch holds a {strange}, whose tensors are not seen" if strange else ""
         if not self.plans:
             return ChosenStep(AS_IT_IS, "no other plan was asked for", {})
-        if strange is not None:
-            return ChosenStep(AS_IT_IS, f"the batch holds a {type(strange).__name__}, whose tensors are not seen", {})
         only = () if self.plans is True else tuple(self.plans)
         if not shared():
-            return choose(work, self.seconds, self.compiled, only)
+            return ChosenStep(AS_IT_IS, unseen, {}) if unseen else choose(work, self.seconds, self.compiled, only)
         if self.served:  # another process may have met this shape before, or never will
             first = next(iter(self.served.values()))
             why = f"as for {first.words}: processes that train together choose once"
             return ChosenStep(first.plan, why, {}, run=first.work.run)
-        return choose_shared(work, self.seconds, self.compiled, only)
+        return choose_shared(work, self.seconds, self.compiled, only, unseen)
 
     def _key(self, args: tuple, kwargs: dict) -> Hashable:
         """What a plan holds for: shapes and layouts of the batch, its other values, and the precision set around the loop."""

@@ -110,6 +110,11 @@ def gathered(value: Any) -> list:
     return found
 
 
+def reason_of_any(why: str) -> str:
+    """'rank 1: why' of the first process that has a reason; empty where none has."""
+    return next((f"rank {rank}: {reason}" for rank, reason in enumerate(gathered(why)) if reason), "")
+
+
 @contextlib.contextmanager
 def in_step(what: str) -> Iterator[None]:
     """What fails within it in one process ends the trial in all of them, once each has come to its end."""
@@ -118,8 +123,7 @@ def in_step(what: str) -> Iterator[None]:
         yield
     except Exception as e:
         why, error = f"{what}: {error_line(e)}", e
-    reasons = gathered(why)
-    if found := next((f"rank {rank}: {reason}" for rank, reason in enumerate(reasons) if reason), ""):
+    if found := reason_of_any(why):
         raise Disagreed(found) from error
 
 
@@ -268,14 +272,21 @@ def unwrapped(model: nn.Module) -> tuple[nn.Module, DistributedDataParallel | No
     raise ValueError("several processes train together, and only DDP's and FSDP2's steps are tried")
 
 
-def choose_shared(work: LoopWork, seconds: float, compiled: bool = True, only: tuple[str, ...] = ()) -> ChosenStep:
-    """The best plan of a step of several processes, the same in all of them. Whatever fails costs the plan, never the step."""
+def choose_shared(
+    work: LoopWork, seconds: float, compiled: bool = True, only: tuple[str, ...] = (), unseen: str = ""
+) -> ChosenStep:
+    """The best plan of a step of several processes, the same in all of them. Whatever fails costs the plan, never the step.
+
+    unseen   why no plan can be tried with this process's batch, which those of the others need not share
+    """
     if not compiled or only and not any(name.startswith(COMPILED.name) for name in only):
         return ChosenStep(AS_IT_IS, NO_GRAPH if only else "no other plan was asked for", {})
     try:
         inner, ddp = unwrapped(work.model)
     except ValueError as e:
         return ChosenStep(AS_IT_IS, str(e), {})
+    if found := reason_of_any(unseen):
+        return ChosenStep(AS_IT_IS, found, {})
     try:
         with quiet(work.model), quick_collections(), gradients_sent(work.model), without_chance(work.model) as notes:
             with in_step(COMPILED.name):
@@ -299,7 +310,7 @@ def _chosen(trial: SharedTrial, seconds: float, notes: list[str]) -> ChosenStep:
     notes = [*notes, *([note] if note else [])]
     drew = not all(map(torch.equal, before, random_states()))
     why = "a step draws random numbers, so no plan can be verified" if drew else verdict.why
-    if wrong := next((f"rank {rank}: {reason}" for rank, reason in enumerate(gathered(why)) if reason), ""):
+    if wrong := reason_of_any(why):
         return ChosenStep(AS_IT_IS, "; ".join([f"{COMPILED.name} is out: {wrong}", *notes]), {})
     with in_step("the race"):
         raced = trial.raced(seconds)
