@@ -12,7 +12,7 @@ import whet.ops
 from whet.aot import pretended
 from whet.op import DTYPES, discover
 from whet.ops.attention.common import Tile
-from whet.ops.attention.launch import HOPPER, table, tiles_of
+from whet.ops.attention.launch import HOPPER, table, tiles, tiles_of
 from whet.verify import evaluate, judge, verify, widen
 
 OP = discover()["attention"]
@@ -70,6 +70,15 @@ def test_the_gluon_forward_is_compiled_ahead_for_hopper_alone_with_every_span(co
     assert {r["target"] for r in mine} == {"sm_90"} and not any(r["problem"] for r in mine)
     spans = {("HAS_LEFT=True" in r["config"], "HAS_RIGHT=True" in r["config"]) for r in mine}
     assert spans == {(False, False), (False, True), (True, True)}
+
+
+def test_a_window_is_tuned_with_smaller_tiles_beside_the_others():
+    q = inputs(torch.bfloat16, "meta", 1, 1, 1, 128, 128, 64)["q"]
+    with pretended("sm_90"):
+        more = [tile for tile in tiles(q, q, q, causal="top-left", window=32) if tile not in tiles(q, q, q, causal="top-left")]
+        assert [tiles_of(q, tile)[0].N for tile in more] == [64, 64]
+    with pretended("sm_100"):
+        assert not any("g" in tile for tile in tiles(q, q, q, causal="top-left", window=32))
 
 
 @pytest.mark.gpu

@@ -31,6 +31,9 @@ HOPPER = {
     ),
     256: ("64x64w8s2/64x32w8s2/32x64w8s2",),
 }
+HOPPER_WINDOW = {  # beside those where there is a window: smaller tiles waste less at its edges
+    64: ("64x64w4s2/64x64w4s3/g64x64w4s2", "64x64w4s2/64x64w4s2/g64x64w4s2"),
+}
 NEWER_FORWARD = "64x64w4s3"  # in the place of Gluon's forward on GPUs after Hopper
 OTHERS = {
     16: ("64x64w4s3/64x64w4s2/64x64w4s2",), 32: ("64x64w4s3/64x64w4s2/64x64w4s2",),
@@ -50,21 +53,22 @@ FUSED_WIDE = {16: "32x32w4s1", 32: "32x32w4s1", 64: "32x32w4s1", 128: "16x16w4s1
 ONE_TILE = Tile(64, 64, 4, 2)  # past 64 keys or a head of 64 it spills, and two passes are faster
 
 
-def table(q) -> tuple[str, ...]:
+def table(q, window: int | None = None) -> tuple[str, ...]:
     """The tiles for these inputs on this GPU, the default first. Gluon's are for Hopper; newer GPUs take plain Triton's."""
     D, capability = block_d(q.shape[3]), machine.this_machine().capability
     if q.dtype == torch.float32:
         return WIDE[D]
     if not has_descriptors():
         return OTHERS[D]
+    found = HOPPER[D] + (() if window is None else HOPPER_WINDOW.get(D, ()))
     if capability and capability[0] == 9:
-        return HOPPER[D]
-    return tuple(dict.fromkeys(re.sub("^g[^/]*", NEWER_FORWARD, t).replace("g", "") for t in HOPPER[D]))
+        return found
+    return tuple(dict.fromkeys(re.sub("^g[^/]*", NEWER_FORWARD, t).replace("g", "") for t in found))
 
 
 def tiles(q, k, v, causal=None, window=None, scale=None, return_lse=False, precision=None) -> tuple[str, ...]:
     """What tuning tries beside the default. One tile of keys leaves the backward no choice, so there is nothing to try."""
-    return () if fits_one_tile(q, k) else table(q)[1:]
+    return () if fits_one_tile(q, k) else table(q, window)[1:]
 
 
 def tiles_of(q, tile: str) -> tuple[Tile, Tile, Tile]:
