@@ -1,4 +1,4 @@
-"""The forward kernel of attention for Hopper at head sizes of 33 to 128, in Gluon: warps that copy beside warps that compute.
+"""The forward kernel of attention for Hopper at head sizes of 65 to 128, in Gluon: warps that copy beside warps that compute.
 
 One warp copies tiles to shared memory; two warpgroups of 64 queries each take turns at the tensor cores, so that one's
 softmax is hidden behind the other's products. A ring of tiles has two barriers to a slot: full, which the copy completes,

@@ -31,10 +31,9 @@ HOPPER = {
     ),
     256: ("64x64w8s2/64x32w8s2/32x64w8s2",),
 }
-# Tried beside those at a head size of 64. With a window smaller tiles waste less at its edges; without one a forward of 128
-# queries reads the keys and values from L2 half as often.
-HOPPER_WINDOW_64 = ("64x64w4s2/64x64w4s3/g64x64w4s2", "64x64w4s2/64x64w4s2/g64x64w4s2")
-HOPPER_FULL_64 = ("g128x128w8s3/64x64w4s3/64x64w4s3r168",)
+HOPPER_WINDOW = {  # beside those where there is a window: smaller tiles waste less at its edges
+    64: ("64x64w4s2/64x64w4s3/g64x64w4s2", "64x64w4s2/64x64w4s2/g64x64w4s2"),
+}
 NEWER_FORWARD = "64x64w4s3"  # in the place of Gluon's forward on GPUs after Hopper
 OTHERS = {
     16: ("64x64w4s3/64x64w4s2/64x64w4s2",), 32: ("64x64w4s3/64x64w4s2/64x64w4s2",),
@@ -61,7 +60,7 @@ def table(q, window: int | None = None) -> tuple[str, ...]:
         return WIDE[D]
     if not has_descriptors():
         return OTHERS[D]
-    found = HOPPER[D] + (() if D != 64 else HOPPER_FULL_64 if window is None else HOPPER_WINDOW_64)
+    found = HOPPER[D] + (() if window is None else HOPPER_WINDOW.get(D, ()))
     if capability and capability[0] == 9:
         return found
     return tuple(dict.fromkeys(re.sub("^g[^/]*", NEWER_FORWARD, t).replace("g", "") for t in found))
@@ -78,7 +77,7 @@ def tiles_of(q, tile: str) -> tuple[Tile, Tile, Tile]:
     A forward in Gluon asked for where there is none is the default's.
     """
     forward_tile, dq, dkdv = read_tiles(tile or table(q)[0])
-    if forward_tile.gluon and not any(t.startswith("g") for t in table(q)):
+    if forward_tile.gluon and not table(q)[0].startswith("g"):
         forward_tile = tiles_of(q, "")[0]
     return forward_tile, dq, dkdv
 
