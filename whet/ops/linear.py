@@ -1,0 +1,158 @@
+"""linear: a float32 linear layer without a bias, its products by tensor cores to float32's own accuracy.
+
+The CUDA cores of an H200 multiply float32 at a fifteenth of what its tensor cores do with float16. Here every operand is two
+float16, and a product three of theirs (see `_halves`): 22 of 24 bits, where the sum of K products that float32 makes is off
+by more. It is no TF32, which keeps 11. Opaque to torch.compile.
+"""
+
+import torch
+import torch.nn.functional as F
+
+from whet.compiled import compiled
+from whet.op import Cost, Impl, Op, autocast_of, floating, lay, layout_of, nbytes, same_device
+from whet.ops import _halves
+from whet.ops._halves import Halves, padded, product, split_columns, split_rows
+from whet.ops._rows import unit_rows
+from whet.parts import row_pieces
+from whet.torch_ops import Fused, may_ask
+from whet.values import families
+
+
+def reference(x, w):
+    """y = x @ w.T.  x (..., K);  w (N, K)."""
+    return F.linear(x, w)
+
+
+def inputs(dtype, device, M, K, N, layout="contiguous", w_layout="contiguous"):
+    x = lay(torch.randn(M, K, device=device).to(dtype), layout)
+    return dict(x=x, w=lay((max(1, K) ** -0.5 * torch.randn(N, K, device=device)).to(dtype), w_layout))
+
+
+def case_of(x, w):
+    case = dict(M=x.numel() // max(1, x.shape[-1]), K=x.shape[-1], N=w.shape[0], layout=layout_of(x))
+    return case if w.is_contiguous() else case | dict(w_layout=layout_of(w))
+
+
+def check(x, w):
+    if reason := floating(x=x, w=w) or same_device(x=x, w=w):
+        return reason
+    if x.dim() < 1 or w.dim() != 2 or w.shape[1] != x.shape[-1] or w.numel() < 1:
+        return f"w must have shape (N, {x.shape[-1] if x.dim() else 'K'}) to match x.shape[-1], got {tuple(w.shape)}"
+    if w.dtype != x.dtype and not torch.is_autocast_enabled(x.device.type):
+        return f"w must have x's dtype {x.dtype} outside autocast, got {w.dtype}"
+    return None
+
+
+def cost(x, w):
+    y = x.numel() // max(1, x.shape[-1]) * w.shape[0] * x.element_size()
+    flops, given = 2 * x.numel() * w.shape[0], nbytes(x, w)
+    return Cost(bytes=given + y, flops=flops, bwd_bytes=2 * given + y, bwd_flops=2 * flops)
+
+
+def forward(x, w, need_dx, need_dw, tile):
+    """y, and x's halves with their scales where w asks for a gradient: as many bytes as x, which need not be kept."""
+    flat, N = unit_rows(x), w.shape[0]
+    (M, K), of_x = flat.shape, split_rows(flat)
+    y = product(of_x, split_rows(unit_rows(w)), M, N, K, tile).view(*x.shape[:-1], N)
+    return (y, of_x.values, of_x.scale) if need_dw else (y, of_x.values.new_empty(0), of_x.scale.new_empty(0))
+
+
+def _fake(x, w, need_dx, need_dw, tile):
+    M, P = x.numel() // max(1, x.shape[-1]), padded(x.shape[-1])
+    kept = ((2, M, P), M) if need_dw else (0, 0)
+    return x.new_empty((*x.shape[:-1], w.shape[0])), x.new_empty(kept[0], dtype=torch.float16), x.new_empty(kept[1])
+
+
+def backward(dy, w, values, scale, need_dx, need_dw, K, tile):
+    """dx and dw, each of no elements where it is not asked for.
+
+    dx sums over w's rows, whose scales go to dy as factors; dw over x's, whose scales do likewise in dy's other split.
+    """
+    flat, none = unit_rows(dy), dy.new_empty(0)
+    M, N = flat.shape
+    of_w = split_rows(unit_rows(w)) if need_dx else None
+    peak = torch.zeros(N, dtype=torch.int32, device=dy.device) if need_dw else None
+    by_row = split_rows(flat, of_w and of_w.scale, scale if need_dw else None, peak)
+    dx = product(by_row, Halves(of_w.values, None), M, K, N, tile, b_across=True) if of_w else none
+    if not need_dw:
+        return dx.view(*dy.shape[:-1], K), none
+    by_column = split_columns(flat, scale, peak)
+    dw = product(by_column, Halves(values, None), N, K, M, tile, a_across=True, b_across=True)
+    return dx.view(*dy.shape[:-1], K) if need_dx else none, dw
+
+
+def _bwd_fake(dy, w, values, scale, need_dx, need_dw, K, tile):
+    return dy.new_empty((*dy.shape[:-1], K) if need_dx else 0), dy.new_empty((dy.shape[-1], K) if need_dw else 0)
+
+
+def _save(args, results):
+    """w only where dx asks for it; of x what the forward kept of it."""
+    x, w, need_dx, need_dw, tile = args
+    _, values, scale = results
+    return (w if need_dx else None, values, scale), (need_dx, need_dw, x.shape[-1], tile)
+
+
+FUSED = Fused(
+    "linear",
+    "(Tensor x, Tensor w, bool need_dx, bool need_dw, str tile) -> (Tensor, Tensor, Tensor)", forward, _fake,
+    "(Tensor dy, Tensor? w, Tensor values, Tensor scale, bool need_dx, bool need_dw, int K, str tile) -> (Tensor, Tensor)",
+    backward, _bwd_fake,
+    save=_save,
+    grads_to=(0, 1, None, None, None),
+)
+
+
+def refuses(x, w):
+    if (dtype := autocast_of(x) or x.dtype) != torch.float32 or w.dtype != torch.float32:
+        return f"x and w must be float32, outside autocast, got {dtype} and {w.dtype}: F.linear multiplies 16 bits as they are"
+    most = max(x.numel(), x.numel() // max(1, x.shape[-1]) * w.shape[0])
+    return f"x and y must have less than 2^31 elements, got {most:,}" if most >= 1 << 31 else None
+
+
+def nothing_to_fuse(x, w):
+    return "one product is all there is: Inductor calls what F.linear calls"
+
+
+def tiles(x, w):
+    return _halves.TILES
+
+
+def run_triton(x, w, tile=""):
+    return FUSED(x, w, may_ask(x), may_ask(w), tile)
+
+
+def run_torch(x, w):
+    return F.linear(x, w)
+
+
+OP = Op(
+    name="linear",
+    reference=reference,
+    inputs=inputs,
+    case_of=case_of,
+    check=check,
+    cases=(
+        dict(M=1, K=16, N=64), dict(M=7, K=24, N=100), dict(M=33, K=32, N=257), dict(M=0, K=16, N=64), dict(M=5, K=7, N=7),
+        dict(M=150, K=8, N=144), dict(M=70, K=300, N=40), dict(M=9, K=16, N=96, layout="sliced"),
+        dict(M=9, K=16, N=96, layout="transposed"), dict(M=9, K=16, N=96, layout="expanded"),
+        dict(M=9, K=16, N=96, w_layout="transposed"), dict(M=9, K=16, N=96, w_layout="sliced"), dict(M=3, K=1, N=1),
+    ),
+    shapes={f"{M}x{K}x{N}": dict(M=M, K=K, N=N) for M, K, N in (
+        (1024, 512, 4096), (1024, 2048, 512), (8192, 1024, 8192), (8192, 4096, 1024), (16384, 2048, 2048),
+    )},
+    cost=cost,
+    grads=("x", "w"),
+    impls={
+        "torch": Impl(run_torch),
+        "compile": Impl(compiled(reference), nothing_to_fuse, limits=("any call: there is nothing to fuse",)),
+        "triton": Impl(
+            run_triton, refuses, needs="triton", capability=(8, 0), tiles=tiles,
+            limits=("dtypes other than fp32, and autocast", "2^31 elements of x or y"),
+            words="whet's own kernels: three products in float16 on tensor cores, as near as float32's",
+        ),
+    },
+    dynamic=("M",),
+    tiny=dict(M=16, K=32, N=100),
+    hostile=families(("x",), ("w",), limit=2.0**8),
+    pieces=row_pieces("x", added=("w",)),
+)
