@@ -189,6 +189,11 @@ def exact(op: Op, impl: str) -> str:
     return "bfloat16" if alone and any(takes(op, impl, case, "bfloat16") for case in op.cases) else "float32"
 
 
+def narrow(op: Op, impl: str) -> str:
+    """The dtype to test a kernel in as models use it: bfloat16, or float32 if it takes that alone."""
+    return "bfloat16" if any(takes(op, impl, case, "bfloat16") for case in op.cases) else "float32"
+
+
 def trained(op: Op) -> bool:
     """Whether the op has gradients; those that have none are for inference."""
     return bool(op.grads)

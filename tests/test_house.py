@@ -18,7 +18,7 @@ ORDER = [
     "trackers", "matrix", "step_plans", "step_shared", "step", "step_rivals", "callback", "autoselect", "train", "exercise",
     "commands", "__main__",
 ]
-FILE_LINES, FUNCTION_LINES, PACKAGE_LINES = 400, 50, 48000
+FILE_LINES, FUNCTION_LINES, PACKAGE_LINES = 400, 50, 49000
 
 
 def tracked() -> list[Path]:
@@ -103,9 +103,9 @@ def test_only_tune_saves_the_lock():
 
 
 def test_kernels_are_deterministic_by_construction():
-    """Sums without an order are nowhere: atomics are those of _turns.py, where programs add one after another."""
+    """Sums without an order are nowhere: atomics are those of _turns.py, where programs add one after another, and maxima."""
     ops = [p for p in PACKAGE if layer(p) == "ops" and p.name != "_turns.py"]
-    assert not lines_with(r"(tl|gl)\.atomic_|atomicAdd|index_add_|scatter_add_", ops)
+    assert not lines_with(r"(tl|gl)\.atomic_(?!max)|atomicAdd|index_add_|scatter_add_", ops)
 
 
 @files(PYTHON)

@@ -17,6 +17,7 @@ from conftest import (
     has_triton,
     is_ragged,
     meta,
+    narrow,
     ragged_case,
     takes,
     trained,
@@ -242,10 +243,10 @@ def test_auto_without_a_lock_is_the_stock_impl(op, device):
 
 @pytest.mark.parametrize("op, impl", every_kernel())
 def test_kernel_is_right_at_every_bench_shape_cut_to_tiny(op, impl, device):
-    shapes = [case for case in op.shapes.values() if takes(op, impl, case, "bfloat16")]
+    shapes = [case for case in op.shapes.values() if takes(op, impl, case, narrow(op, impl))]
     assert shapes, "the kernel takes none of them"
     cut = [case | {k: min(v, case[k]) for k, v in op.tiny.items() if k in case} for case in shapes]
     for small in {case_id(small): small for small in cut}.values():
-        args = op.inputs(dtype=torch.bfloat16, device=device, **small)
+        args = op.inputs(dtype=DTYPES[narrow(op, impl)], device=device, **small)
         verdict = verify(op, op.impls[impl], args)
         assert verdict.ok, f"{small}: {verdict.why}"

@@ -200,15 +200,17 @@ def _read_amdgcn(text: str) -> tuple[int, int]:
 def wanted(op: Op, impl: str, seen: set[str]) -> Iterator[tuple[Launch, str]]:
     """The launches of an impl not yet seen, each with its target.
 
-    sm_90 gets every case, and at the bench shapes every tile that tuning tries; the others the bench shapes in bf16.
+    sm_90 gets every case, and at the bench shapes every tile that tuning tries; the others the bench shapes in bf16, or in
+    fp32 where the impl takes that alone.
     Of an op for inference see `decoding`.
     """
     if not op.grads:
         yield from decoding(op, impl, seen)
         return
+    usual = "bfloat16" if any(launches(op, impl, case, "bfloat16") for case in op.shapes.values()) else "float32"
     plans = [(case, dtype, "sm_90") for dtype in ("bfloat16", "float32") for case in op.shapes.values()]
-    plans += [(case, "bfloat16", "sm_90") for case in op.cases]
-    plans += [(case, "bfloat16", target) for target in TARGETS if target != "sm_90" for case in op.shapes.values()]
+    plans += [(case, usual, "sm_90") for case in op.cases]
+    plans += [(case, usual, target) for target in TARGETS if target != "sm_90" for case in op.shapes.values()]
     for i, (case, dtype, target) in enumerate(plans):
         lowest = op.impls[impl].capability
         if lowest and (CAPABILITY[target] or (0, 0)) < lowest:

@@ -1,6 +1,6 @@
 """The list of mutants: single faults in whet's own kernels, one TOML file for each op, as small patches of whet/.
 
-A file gives the defaults of its mutants (op, file, impl, grad, case, gpu_case), and each mutant what differs.
+A file gives the defaults of its mutants (op, file, impl, grad, case, gpu_case, dtype), and each mutant what differs.
 """
 
 from dataclasses import dataclass, field
@@ -53,6 +53,7 @@ class Mutant:
     sample     a smaller case still, for the mutants that the test-suite tries
     needs      "gpu" or "interpreter" where the code runs on one of them alone
     path       "persistent" for the decode kernel, which no op runs
+    dtype      where the kernel takes one alone: that of the call, whatever the run's is
     """
 
     op: str
@@ -68,6 +69,7 @@ class Mutant:
     sample: dict = field(default_factory=dict)
     needs: str = ""
     path: str = ""
+    dtype: str = ""
 
     @property
     def id(self) -> str:

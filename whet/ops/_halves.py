@@ -8,8 +8,6 @@ A scale must not vary along what a product sums over. So a split has one scale f
 sums along a scaled axis gives the other operand that axis's scales as factors: powers of two, which round nothing.
 """
 
-import re
-from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
@@ -19,49 +17,46 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 
 from whet import machine
 from whet.launch import launcher
-from whet.ops._rows import cdiv, power_of_two
+from whet.ops import _halves_hopper
+from whet.ops._halves_hopper import BY_TOPS, TOP
+from whet.ops._rows import MAX_N, cdiv, power_of_two, programs
 from whet.ops.attention.common import has_descriptors
 
-TOP = tl.constexpr(2.0**14)  # the largest value of a row lies from here to twice that: below float16's largest, 65504
-BY_TOP_SQUARED = tl.constexpr(2.0**-28)
 SMALLEST = tl.constexpr(2.0**-111)  # scales below it have no inverse: such rows keep fewer of float16's powers of two unused
 EXPONENT = tl.constexpr(0x7F800000)  # these bits alone are the power of two at or below a positive float32
 ALIGN = 8  # halves in the 16 bytes that a descriptor wants each row to be a multiple of
-BLOCK_M, BLOCK_N, WARPS = 4, 512, 4  # of a splitting program: 16 values a thread
+BLOCK_K = 64
+ELEMENTS, BLOCK_M, BLOCK_N, WARPS = 2048, 4, 512, 4  # of a splitting program: 16 values a thread
+PEAK_N, LOADS, PER_SM = 128, 4, 4  # columns of a program that looks for peaks, blocks of a turn, programs
 GROUP = 8  # rows of tiles that programs walk together, so that they meet in L2
 
 
-class Tile(NamedTuple):
-    """Rows and columns of a result, what is summed by tensor cores alone, warps, stages: "128x128x64w8s3".
-
-    "g128x128x64w8s3" is the kernel in Gluon, for Hopper alone: its tiles have 128 rows and two warpgroups.
-    """
+class ProductTile(NamedTuple):
+    """BLOCK_M rows and BLOCK_N columns of a result; BLOCK_K is what tensor cores alone sum. Gluon's are for Hopper alone."""
 
     M: int
     N: int
-    K: int
     warps: int
     stages: int
     gluon: bool = False
-
-    @classmethod
-    def read(cls, text: str) -> "Tile":
-        found = re.fullmatch(r"(g?)(\d+)x(\d+)x(\d+)w(\d+)s(\d+)", text)
-        if not found:
-            raise ValueError(f"linear: a tile is written like 128x128x64w8s3 (rows, columns, depth, warps, stages), got {text!r}")
-        return cls(*(int(n) for n in found.groups()[1:]), gluon=bool(found[1]))
+    together: int = 1  # programs to a multiprocessor
+    cost: float = 1.0  # of as many as run together, for BLOCK_K: microseconds on an H200
+    alone: float = 1.0  # of one, where there is no more than one for each multiprocessor
 
 
-TILES = ("128x128x64w8s3", "128x64x64w4s3", "64x64x64w4s3")  # the largest first
-HOPPER = ("g128x128x64w8s3", "g128x64x64w8s4", "64x64x64w4s3")
+HOPPER = (
+    ProductTile(128, 128, 8, 3, True, 1, 1.2, 1.2), ProductTile(128, 64, 8, 4, True, 1, 0.63, 0.63),
+    ProductTile(64, 64, 4, 3, False, 2, 0.9, 0.5),
+)
+OTHERS = (ProductTile(128, 128, 8, 2), ProductTile(128, 64, 4, 2), ProductTile(64, 64, 4, 3))  # the largest first
+AMD = ProductTile(64, 64, 4, 2)  # 64 KiB of shared memory hold no more
 
 
-@dataclass(frozen=True)
-class Halves:
+class Halves(NamedTuple):
     """A matrix (M, N) as hi and lo, (2, M, N rounded up to whole 16 bytes), and the scale of each row, or of each column."""
 
     values: torch.Tensor
-    scale: torch.Tensor | None
+    scale: torch.Tensor
 
 
 @triton.jit
@@ -78,6 +73,14 @@ def _magnitude(x):
 
 
 @triton.jit
+def _scaled(at, factor_ptr, n, inside, N):
+    x = tl.load(at, mask=inside, other=0.0)
+    if factor_ptr is not None:
+        x = x * tl.load(factor_ptr + n, mask=n < N, other=0.0)[None, :]
+    return x
+
+
+@triton.jit
 def _store_halves(hi_ptr, lo_ptr, at, scaled, inside):
     hi = scaled.to(tl.float16)
     rest = scaled - hi.to(tl.float32)
@@ -87,40 +90,63 @@ def _store_halves(hi_ptr, lo_ptr, at, scaled, inside):
 
 @triton.jit
 def _split_rows_kernel(
-    x_ptr, factor_ptr, other_ptr,  # inputs: (M, N); (N,), of columns, and (M,), of rows, or None
-    hi_ptr, lo_ptr, scale_ptr, peak_ptr,  # outputs: (M, P) twice; (M,); (N,) as int32, zeros before, or None
+    x_ptr, factor_ptr,  # inputs: (M, N); (N,), of columns, or None
+    hi_ptr, lo_ptr, scale_ptr,  # outputs: (M, P) twice; (M,)
     stride_xm,
     M, N, P,
-    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, IS_WHOLE: tl.constexpr,
 ):
-    """scale[m] * 2^-14 * (hi + lo) = x * factor;  peak[n] = max over m of |x * other|.  One program, BLOCK_M rows.
+    """scale[m] * 2^-14 * (hi + lo) = x * factor.  One program, BLOCK_M rows, each a whole block or read twice.
 
-    Fuses   the peaks of columns, which the same values' other split wants, into the pass that finds those of rows.
-    Moves   x in twice, the second time from L2; hi, lo out = 2*4*M*N.
+    Fuses   the factors of columns into the split.
+    Moves   x in, where no block holds a row twice, the second time from L2; hi, lo out = 2*4*M*N.
     Rounds  hi to float16, lo, the rest, to float16; scales are powers of two.
     """
     m = tl.program_id(0).to(tl.int64) * BLOCK_M + tl.arange(0, BLOCK_M)
     in_rows = (m < M)[:, None]
+    at = tl.arange(0, BLOCK_N)
     peak = tl.zeros((BLOCK_M, BLOCK_N), dtype=tl.float32)
-    for start in range(0, N, BLOCK_N):
-        n = start + tl.arange(0, BLOCK_N)
-        x = tl.load(x_ptr + m[:, None] * stride_xm + n[None, :], mask=in_rows & (n < N)[None, :], other=0.0)
-        if peak_ptr is not None:
-            other = tl.load(other_ptr + m, mask=m < M, other=0.0)
-            largest = tl.max(_magnitude(x * other[:, None]), axis=0)
-            tl.atomic_max(peak_ptr + n, largest.to(tl.int32, bitcast=True), mask=n < N, sem="relaxed")
-        if factor_ptr is not None:
-            x = x * tl.load(factor_ptr + n, mask=n < N, other=0.0)[None, :]
+    for start in range(0, BLOCK_N if IS_WHOLE else P, BLOCK_N):
+        n = start + at
+        x = _scaled(x_ptr + m[:, None] * stride_xm + n[None, :], factor_ptr, n, in_rows & (n < N)[None, :], N)
         peak = tl.maximum(peak, _magnitude(x))
-    scale = _power(tl.max(peak, axis=1))
-    tl.store(scale_ptr + m, scale, mask=m < M)
-    into = TOP / scale
-    for start in range(0, P, BLOCK_N):
-        n = start + tl.arange(0, BLOCK_N)
-        x = tl.load(x_ptr + m[:, None] * stride_xm + n[None, :], mask=in_rows & (n < N)[None, :], other=0.0)
-        if factor_ptr is not None:
-            x = x * tl.load(factor_ptr + n, mask=n < N, other=0.0)[None, :]
-        _store_halves(hi_ptr, lo_ptr, m[:, None] * P + n[None, :], x * into[:, None], in_rows & (n < P)[None, :])
+        if IS_WHOLE:
+            scale = _power(tl.max(peak, axis=1))
+            tl.store(scale_ptr + m, scale, mask=m < M)
+            into = TOP / scale
+            _store_halves(hi_ptr, lo_ptr, m[:, None] * P + n[None, :], x * into[:, None], in_rows & (n < P)[None, :])
+    if not IS_WHOLE:
+        scale = _power(tl.max(peak, axis=1))
+        tl.store(scale_ptr + m, scale, mask=m < M)
+        into = TOP / scale
+        for start in range(0, P, BLOCK_N):
+            n = start + at
+            x = _scaled(x_ptr + m[:, None] * stride_xm + n[None, :], factor_ptr, n, in_rows & (n < N)[None, :], N)
+            _store_halves(hi_ptr, lo_ptr, m[:, None] * P + n[None, :], x * into[:, None], in_rows & (n < P)[None, :])
+
+
+@triton.jit
+def _column_peaks_kernel(
+    x_ptr, factor_ptr,  # inputs: (M, N); (M,), of rows
+    peak_ptr,  # (N,) as int32, zeros before
+    stride_xm,
+    M, N,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, LOADS: tl.constexpr,
+):
+    """peak[n] = max over m of |x * factor|.  One program, BLOCK_N columns of a part of the rows, LOADS blocks a turn.
+
+    Moves   x in = 4*M*N; an atomic maximum for each column of a part: positive floats are in order as integers.
+    Rounds  nothing.
+    """
+    n = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
+    in_row = (n < N)[None, :]
+    peak = tl.zeros((BLOCK_M, BLOCK_N), dtype=tl.float32)
+    for i in range(tl.program_id(1), tl.cdiv(M, BLOCK_M * LOADS), tl.num_programs(1)):
+        for j in tl.static_range(LOADS):
+            m = ((i * LOADS + j) * BLOCK_M + tl.arange(0, BLOCK_M)).to(tl.int64)
+            x = tl.load(x_ptr + m[:, None] * stride_xm + n[None, :], mask=(m < M)[:, None] & in_row, other=0.0)
+            peak = tl.maximum(peak, _magnitude(x * tl.load(factor_ptr + m, mask=m < M, other=0.0)[:, None]))
+    tl.atomic_max(peak_ptr + n, tl.max(peak, axis=0).to(tl.int32, bitcast=True), mask=n < N, sem="relaxed")
 
 
 @triton.jit
@@ -194,7 +220,7 @@ def _product_kernel(
         part = tl.dot(a, b, part)
         acc += part
     m, n = m0 + tl.arange(0, BLOCK_M), n0 + tl.arange(0, BLOCK_N)
-    acc = acc * BY_TOP_SQUARED * tl.load(row_ptr + m, mask=m < M, other=0.0)[:, None]
+    acc = acc * BY_TOPS * tl.load(row_ptr + m, mask=m < M, other=0.0)[:, None]
     if column_ptr is not None:
         acc = acc * tl.load(column_ptr + n, mask=n < N, other=0.0)[None, :]
     tl.store(out_ptr + m[:, None].to(tl.int64) * N + n[None, :], acc, mask=(m < M)[:, None] & (n < N)[None, :])
@@ -204,37 +230,39 @@ def padded(N: int) -> int:
     return -(-N // ALIGN) * ALIGN
 
 
-def block_n(N: int) -> int:
-    return min(BLOCK_N, power_of_two(max(N, 16)))
-
-
-def split_rows(x, factor=None, other=None, peak=None) -> Halves:
-    """x * factor, of columns, with a scale for each row; into peak, of zeros, goes each column's largest |x * other|.
-
-    x has unit stride along its rows.
-    """
+def split_rows(x: torch.Tensor, factor: torch.Tensor | None = None) -> Halves:
+    """x * factor, of columns, with a scale for each row. x has unit stride along its rows."""
     M, N = x.shape
-    values = torch.empty(2, M, padded(N), dtype=torch.float16, device=x.device)
+    P = padded(N)
+    values = torch.empty(2, M, P, dtype=torch.float16, device=x.device)
     scale = torch.empty(M, dtype=torch.float32, device=x.device)
     if M:
         hi, lo = values.unbind()
-        launcher(_split_rows_kernel)[(cdiv(M, BLOCK_M),)](
-            x, factor, other, hi, lo, scale, peak, x.stride(0), M, N, padded(N),
-            BLOCK_M=BLOCK_M, BLOCK_N=block_n(padded(N)), num_warps=WARPS,
+        width = power_of_two(max(P, 16)) if P <= MAX_N else BLOCK_N
+        height = min(16, max(1, ELEMENTS // width))
+        launcher(_split_rows_kernel)[(cdiv(M, height),)](
+            x, factor, hi, lo, scale, x.stride(0), M, N, P,
+            BLOCK_M=height, BLOCK_N=width, IS_WHOLE=P <= MAX_N, num_warps=max(WARPS, WARPS * width // ELEMENTS),
         )
     return Halves(values, scale)
 
 
-def split_columns(x, factor, peak) -> Halves:
-    """x * factor, of rows, with a scale for each column, by the columns' peaks."""
+def split_columns(x: torch.Tensor, factor: torch.Tensor) -> Halves:
+    """x * factor, of rows, with a scale for each column. x has unit stride along its rows."""
     M, N = x.shape
-    values = torch.empty(2, M, padded(N), dtype=torch.float16, device=x.device)
+    P, width = padded(N), min(BLOCK_N, power_of_two(max(padded(N), 16)))
+    values = torch.empty(2, M, P, dtype=torch.float16, device=x.device)
     scale = torch.empty(N, dtype=torch.float32, device=x.device)
     if M:
         hi, lo = values.unbind()
-        width = block_n(padded(N))
-        launcher(_split_columns_kernel)[(cdiv(M, BLOCK_M), cdiv(padded(N), width))](
-            x, factor, peak, hi, lo, scale, x.stride(0), M, N, padded(N), BLOCK_M=BLOCK_M, BLOCK_N=width, num_warps=WARPS,
+        peak = torch.zeros(N, dtype=torch.int32, device=x.device)
+        height, across = ELEMENTS // PEAK_N, cdiv(N, PEAK_N)
+        parts = max(1, min(cdiv(M, height * LOADS), programs(M, PER_SM) // across))
+        launcher(_column_peaks_kernel)[(across, parts)](
+            x, factor, peak, x.stride(0), M, N, BLOCK_M=height, BLOCK_N=PEAK_N, LOADS=LOADS, num_warps=WARPS,
+        )
+        launcher(_split_columns_kernel)[(cdiv(M, BLOCK_M), cdiv(P, width))](
+            x, factor, peak, hi, lo, scale, x.stride(0), M, N, P, BLOCK_M=BLOCK_M, BLOCK_N=width, num_warps=WARPS,
         )
     return Halves(values, scale)
 
@@ -246,36 +274,45 @@ def operand(x: torch.Tensor, rows: int, columns: int) -> Any:
     return x, x.stride(0), *x.shape
 
 
-def tile_for(M: int, N: int) -> Tile:
-    """The largest tile of which there is one for every multiprocessor; else the smallest."""
-    tiles = [Tile.read(text) for text in TILES]
-    many = (t for t in tiles if cdiv(M, t.M) * cdiv(N, t.N) >= machine.sm_count())
-    return next(many, tiles[-1])
+def tile_for(M: int, N: int) -> ProductTile:
+    """On Hopper the tile by which all is done first; on other NVIDIA GPUs the largest with one for each multiprocessor."""
+    sms, capability = machine.sm_count(), machine.this_machine().capability
+
+    def count(t: ProductTile) -> int:
+        return cdiv(M, t.M) * cdiv(N, t.N)
+
+    def time(t: ProductTile) -> float:
+        return t.alone if count(t) <= sms else t.cost * cdiv(count(t), sms * t.together)
+
+    if capability is None:
+        return AMD
+    if capability[0] == 9:
+        return min(HOPPER, key=time)
+    return next((t for t in OTHERS if count(t) >= sms), OTHERS[-1])
 
 
-def product(a: Halves, b: Halves, M: int, N: int, K: int, tile: str = "", a_across=False, b_across=False) -> torch.Tensor:
-    """(M, N) of a, (M, K), and b, (N, K), in float32; across: that one is (K, M), or (K, N), and scaled by its columns.
+def product(
+    a: Halves, b: torch.Tensor, M: int, N: int, K: int, b_scale: torch.Tensor | None = None,
+    a_across: bool = False, b_across: bool = False,
+) -> torch.Tensor:
+    """(M, N) of a, (M, K), and the values of b, (N, K), in float32; across: that one is (K, M), or (K, N).
 
-    b_across with b's scales in a already: b.scale is None.
+    a is scaled along M, b along N or, where b_scale is None, along K: then a has those scales as factors.
     """
-    out = torch.empty(M, N, dtype=torch.float32, device=a.values.device)
+    out = torch.empty(M, N, dtype=torch.float32, device=b.device)
     if not (M and N):
         return out
     if not K:
         return out.zero_()
-    t = Tile.read(tile) if tile else tile_for(M, N)
+    t, halves = tile_for(M, N), (*a.values.unbind(), *b.unbind())
     if t.gluon:
-        from whet.ops._halves_hopper import product_hopper
-
-        product_hopper(
-            out, a.values.unbind(), b.values.unbind(), a.scale, b.scale, K, t, GROUP, a_across, b_across, BY_TOP_SQUARED.value
-        )
+        _halves_hopper.product(out, halves, a.scale, b_scale, K, t, BLOCK_K, GROUP, a_across, b_across)
         return out
-    a_block = (t.K, t.M) if a_across else (t.M, t.K)
-    b_block = (t.K, t.N) if b_across else (t.N, t.K)
+    a_block = (BLOCK_K, t.M) if a_across else (t.M, BLOCK_K)
+    b_block = (BLOCK_K, t.N) if b_across else (t.N, BLOCK_K)
     launcher(_product_kernel)[(cdiv(M, t.M) * cdiv(N, t.N),)](
-        *(operand(half, *a_block) for half in a.values.unbind()), *(operand(half, *b_block) for half in b.values.unbind()),
-        a.scale, b.scale, out, M, N, K, BLOCK_M=t.M, BLOCK_N=t.N, BLOCK_K=t.K, GROUP=GROUP,
+        *(operand(half, *block) for half, block in zip(halves, (a_block, a_block, b_block, b_block))),
+        a.scale, b_scale, out, M, N, K, BLOCK_M=t.M, BLOCK_N=t.N, BLOCK_K=BLOCK_K, GROUP=GROUP,
         A_ACROSS=a_across, B_ACROSS=b_across, num_warps=t.warps, num_stages=t.stages,
     )
     return out

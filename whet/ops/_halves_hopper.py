@@ -22,6 +22,8 @@ from whet.ops._rows import cdiv
 from whet.ops.attention.hopper import shared_layout
 
 ROWS = 64  # of one warpgroup
+TOP = gl.constexpr(2.0**14)  # the largest half of a row lies from here to twice that: below float16's largest, 65504
+BY_TOPS = gl.constexpr(2.0**-28)  # what undoes that, of two operands
 REGISTERS = 240  # a thread's in a warpgroup that computes; the warp that copies keeps 24
 
 
@@ -74,7 +76,7 @@ def _copy(
 def _multiply(
     row_ptr, column_ptr, out_ptr, a_smem, b_smem, full, empty, M, N, K, items,
     HALF: gl.constexpr, ROWS: gl.constexpr, BLOCK_N: gl.constexpr, BLOCK_K: gl.constexpr, STAGES: gl.constexpr,
-    GROUP: gl.constexpr, A_ACROSS: gl.constexpr, B_ACROSS: gl.constexpr, SCALE: gl.constexpr,
+    GROUP: gl.constexpr, A_ACROSS: gl.constexpr, B_ACROSS: gl.constexpr,
 ):
     """One warpgroup's half of every tile: the first ROWS rows, or the second."""
     L: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_N, 16])
@@ -108,7 +110,7 @@ def _multiply(
                 phase = phase ^ 1
         m = m0 + HALF * ROWS + gl.arange(0, ROWS, layout=gl.SliceLayout(1, L))
         n = n0 + gl.arange(0, BLOCK_N, layout=gl.SliceLayout(0, L))
-        acc = acc * SCALE * gl.load(row_ptr + m, mask=m < M, other=0.0)[:, None]
+        acc = acc * BY_TOPS * gl.load(row_ptr + m, mask=m < M, other=0.0)[:, None]
         if column_ptr is not None:
             acc = acc * gl.load(column_ptr + n, mask=n < N, other=0.0)[None, :]
         at = m[:, None].to(gl.int64) * N + n[None, :]
@@ -122,9 +124,9 @@ def _product_hopper_kernel(
     out_ptr,  # (M, N)
     M, N, K, items,
     ROWS: gl.constexpr, BLOCK_N: gl.constexpr, BLOCK_K: gl.constexpr, STAGES: gl.constexpr, GROUP: gl.constexpr,
-    A_ACROSS: gl.constexpr, B_ACROSS: gl.constexpr, SCALE: gl.constexpr, REGISTERS: gl.constexpr, num_warps: gl.constexpr,
+    A_ACROSS: gl.constexpr, B_ACROSS: gl.constexpr, REGISTERS: gl.constexpr, num_warps: gl.constexpr,
 ):
-    """out = row * column * SCALE * (a_hi @ b_hi + a_hi @ b_lo + a_lo @ b_hi).  A tile is 2 * ROWS x BLOCK_N of the result.
+    """out = row * column * 2^-28 * (a_hi @ b_hi + a_hi @ b_lo + a_lo @ b_hi).  A tile is 2 * ROWS x BLOCK_N of the result.
 
     Fuses   three products, which share what is copied, and the scales.
     Moves   a and b in, 4 bytes an element, as float32 would; out.
@@ -141,11 +143,11 @@ def _product_hopper_kernel(
     gl.warp_specialize([
         (_multiply, (
             row_ptr, column_ptr, out_ptr, a_smem, b_smem, full, empty, M, N, K, items,
-            0, ROWS, BLOCK_N, BLOCK_K, STAGES, GROUP, A_ACROSS, B_ACROSS, SCALE,
+            0, ROWS, BLOCK_N, BLOCK_K, STAGES, GROUP, A_ACROSS, B_ACROSS,
         )),
         (_multiply, (
             row_ptr, column_ptr, out_ptr, a_smem, b_smem, full, empty, M, N, K, items,
-            1, ROWS, BLOCK_N, BLOCK_K, STAGES, GROUP, A_ACROSS, B_ACROSS, SCALE,
+            1, ROWS, BLOCK_N, BLOCK_K, STAGES, GROUP, A_ACROSS, B_ACROSS,
         )),
         (_copy, (
             a_hi, a_lo, b_hi, b_lo, a_smem, b_smem, full, empty, M, N, K, items,
@@ -158,14 +160,15 @@ def shared(x, block: tuple[int, int]) -> TensorDescriptor:
     return TensorDescriptor(x, list(x.shape), list(x.stride()), list(block), shared_layout(block, x.dtype))
 
 
-def product_hopper(out, a, b, row, column, K: int, tile, group: int, a_across: bool, b_across: bool, scale: float) -> None:
-    """a and b are (hi, lo)."""
+def product(out, halves, row, column, K: int, tile, depth: int, group: int, a_across: bool, b_across: bool) -> None:
+    """As `_halves.product`, into out; halves are a's hi and lo, then b's."""
     M, N = out.shape
-    a_block = (tile.K, ROWS) if a_across else (ROWS, tile.K)
-    b_block = (tile.K, tile.N) if b_across else (tile.N, tile.K)
+    a_block = (depth, ROWS) if a_across else (ROWS, depth)
+    b_block = (depth, tile.N) if b_across else (tile.N, depth)
     items = cdiv(M, 2 * ROWS) * cdiv(N, tile.N)
     launcher(_product_hopper_kernel)[(min(items, machine.sm_count()),)](
-        *(shared(t, a_block) for t in a), *(shared(t, b_block) for t in b), row, column, out, M, N, K, items,
-        ROWS=ROWS, BLOCK_N=tile.N, BLOCK_K=tile.K, STAGES=tile.stages, GROUP=group, A_ACROSS=a_across, B_ACROSS=b_across,
-        SCALE=scale, REGISTERS=REGISTERS, num_warps=4,
+        *(shared(half, block) for half, block in zip(halves, (a_block, a_block, b_block, b_block))),
+        row, column, out, M, N, K, items,
+        ROWS=ROWS, BLOCK_N=tile.N, BLOCK_K=depth, STAGES=tile.stages, GROUP=group, A_ACROSS=a_across, B_ACROSS=b_across,
+        REGISTERS=REGISTERS, num_warps=4,
     )

@@ -1,8 +1,8 @@
 """linear: a float32 linear layer without a bias, its products by tensor cores to float32's own accuracy.
 
-The CUDA cores of an H200 multiply float32 at a fifteenth of what its tensor cores do with float16. Here every operand is two
-float16, and a product three of theirs (see `_halves`): 22 of 24 bits, where the sum of K products that float32 makes is off
-by more. It is no TF32, which keeps 11. Opaque to torch.compile.
+An H200 multiplies float32 at a fifteenth of the rate at which its tensor cores multiply float16. Here every operand is a pair
+of float16, and a product three of theirs (see `_halves`). A pair holds 22 of float32's 24 bits, and what that costs is less
+than what float32 itself loses where it adds up K products. It is no TF32, which keeps 11. Opaque to torch.compile.
 """
 
 import torch
@@ -10,8 +10,7 @@ import torch.nn.functional as F
 
 from whet.compiled import compiled
 from whet.op import Cost, Impl, Op, autocast_of, floating, lay, layout_of, nbytes, same_device
-from whet.ops import _halves
-from whet.ops._halves import Halves, padded, product, split_columns, split_rows
+from whet.ops._halves import padded, product, split_columns, split_rows
 from whet.ops._rows import unit_rows
 from whet.parts import row_pieces
 from whet.torch_ops import Fused, may_ask
@@ -49,56 +48,54 @@ def cost(x, w):
     return Cost(bytes=given + y, flops=flops, bwd_bytes=2 * given + y, bwd_flops=2 * flops)
 
 
-def forward(x, w, need_dx, need_dw, tile):
+def forward(x, w, need_dx, need_dw):
     """y, and x's halves with their scales where w asks for a gradient: as many bytes as x, which need not be kept."""
     flat, N = unit_rows(x), w.shape[0]
-    (M, K), of_x = flat.shape, split_rows(flat)
-    y = product(of_x, split_rows(unit_rows(w)), M, N, K, tile).view(*x.shape[:-1], N)
-    return (y, of_x.values, of_x.scale) if need_dw else (y, of_x.values.new_empty(0), of_x.scale.new_empty(0))
+    (M, K), of_x, of_w = flat.shape, split_rows(flat), split_rows(unit_rows(w))
+    y = product(of_x, of_w.values, M, N, K, of_w.scale).view(*x.shape[:-1], N)
+    return (y, *of_x) if need_dw else (y, of_x.values.new_empty(0), of_x.scale.new_empty(0))
 
 
-def _fake(x, w, need_dx, need_dw, tile):
+def _fake(x, w, need_dx, need_dw):
     M, P = x.numel() // max(1, x.shape[-1]), padded(x.shape[-1])
     kept = ((2, M, P), M) if need_dw else (0, 0)
     return x.new_empty((*x.shape[:-1], w.shape[0])), x.new_empty(kept[0], dtype=torch.float16), x.new_empty(kept[1])
 
 
-def backward(dy, w, values, scale, need_dx, need_dw, K, tile):
+def backward(dy, w, values, scale, need_dx, need_dw, K):
     """dx and dw, each of no elements where it is not asked for.
 
     dx sums over w's rows, whose scales go to dy as factors; dw over x's, whose scales do likewise in dy's other split.
     """
     flat, none = unit_rows(dy), dy.new_empty(0)
     M, N = flat.shape
-    of_w = split_rows(unit_rows(w)) if need_dx else None
-    peak = torch.zeros(N, dtype=torch.int32, device=dy.device) if need_dw else None
-    by_row = split_rows(flat, of_w and of_w.scale, scale if need_dw else None, peak)
-    dx = product(by_row, Halves(of_w.values, None), M, K, N, tile, b_across=True) if of_w else none
-    if not need_dw:
-        return dx.view(*dy.shape[:-1], K), none
-    by_column = split_columns(flat, scale, peak)
-    dw = product(by_column, Halves(values, None), N, K, M, tile, a_across=True, b_across=True)
-    return dx.view(*dy.shape[:-1], K) if need_dx else none, dw
+    dx = dw = none
+    if need_dx:
+        of_w = split_rows(unit_rows(w))
+        dx = product(split_rows(flat, of_w.scale), of_w.values, M, K, N, b_across=True).view(*dy.shape[:-1], K)
+    if need_dw:
+        dw = product(split_columns(flat, scale), values, N, K, M, a_across=True, b_across=True)
+    return dx, dw
 
 
-def _bwd_fake(dy, w, values, scale, need_dx, need_dw, K, tile):
+def _bwd_fake(dy, w, values, scale, need_dx, need_dw, K):
     return dy.new_empty((*dy.shape[:-1], K) if need_dx else 0), dy.new_empty((dy.shape[-1], K) if need_dw else 0)
 
 
 def _save(args, results):
     """w only where dx asks for it; of x what the forward kept of it."""
-    x, w, need_dx, need_dw, tile = args
+    x, w, need_dx, need_dw = args
     _, values, scale = results
-    return (w if need_dx else None, values, scale), (need_dx, need_dw, x.shape[-1], tile)
+    return (w if need_dx else None, values, scale), (need_dx, need_dw, x.shape[-1])
 
 
 FUSED = Fused(
     "linear",
-    "(Tensor x, Tensor w, bool need_dx, bool need_dw, str tile) -> (Tensor, Tensor, Tensor)", forward, _fake,
-    "(Tensor dy, Tensor? w, Tensor values, Tensor scale, bool need_dx, bool need_dw, int K, str tile) -> (Tensor, Tensor)",
+    "(Tensor x, Tensor w, bool need_dx, bool need_dw) -> (Tensor, Tensor, Tensor)", forward, _fake,
+    "(Tensor dy, Tensor? w, Tensor values, Tensor scale, bool need_dx, bool need_dw, int K) -> (Tensor, Tensor)",
     backward, _bwd_fake,
     save=_save,
-    grads_to=(0, 1, None, None, None),
+    grads_to=(0, 1, None, None),
 )
 
 
@@ -113,12 +110,8 @@ def nothing_to_fuse(x, w):
     return "one product is all there is: Inductor calls what F.linear calls"
 
 
-def tiles(x, w):
-    return _halves.TILES
-
-
-def run_triton(x, w, tile=""):
-    return FUSED(x, w, may_ask(x), may_ask(w), tile)
+def run_triton(x, w):
+    return FUSED(x, w, may_ask(x), may_ask(w))
 
 
 def run_torch(x, w):
@@ -146,7 +139,7 @@ OP = Op(
         "torch": Impl(run_torch),
         "compile": Impl(compiled(reference), nothing_to_fuse, limits=("any call: there is nothing to fuse",)),
         "triton": Impl(
-            run_triton, refuses, needs="triton", capability=(8, 0), tiles=tiles,
+            run_triton, refuses, needs="triton",
             limits=("dtypes other than fp32, and autocast", "2^31 elements of x or y"),
             words="whet's own kernels: three products in float16 on tensor cores, as near as float32's",
         ),

@@ -1,0 +1,163 @@
+"""linear: float32 products of pairs of halves are as near as float32's own, whatever the magnitudes, and keep no more."""
+
+import math
+
+import pytest
+import torch
+import torch.nn.functional as F
+from conftest import DEVICE
+
+import whet.ops
+from whet import machine
+from whet.op import discover
+from whet.ops import _halves
+
+OP = discover()["linear"]
+
+
+def ours(x, w):
+    return whet.ops.linear(x, w, impl="triton")
+
+
+def stepped(function, x, w, dy):
+    """y, dx and dw of one step, in float64."""
+    x, w = x.detach().clone().requires_grad_(), w.detach().clone().requires_grad_()
+    y = function(x, w)
+    y.backward(dy.to(y.dtype))
+    return y.detach().double(), x.grad.double(), w.grad.double()
+
+
+def made(M=70, K=200, N=96, seed=0):
+    torch.manual_seed(seed)
+    return torch.randn(M, K, device=DEVICE), torch.randn(N, K, device=DEVICE) / math.sqrt(K), torch.randn(M, N, device=DEVICE)
+
+
+def assert_near(x, w, dy, unit=2e-7):
+    """Every element is within a few rounding steps of the sum of its products' magnitudes, as a float32 sum is."""
+    got, want = stepped(ours, x, w, dy), stepped(F.linear, x.double(), w.double(), dy.double())
+    a, b, d = (t.double().abs() for t in (x, w, dy))
+    for name, g, o, size in zip(("y", "dx", "dw"), got, want, (a @ b.t(), d @ b, d.t() @ a)):
+        assert ((g - o).abs() <= unit * math.sqrt(16 + len(x)) * size + 1e-37).all(), name
+
+
+@pytest.mark.parametrize("M, K, N", [(70, 200, 96), (1, 1, 1), (129, 65, 127), (33, 8200, 17), (300, 16, 520)])
+def test_every_element_is_as_near_as_a_float32_sum_of_its_products(M, K, N):
+    assert_near(*made(M, K, N))
+
+
+def test_it_is_nearer_than_tf32_by_a_thousand_times():
+    x, w, dy = made(64, 512, 64)
+
+    def rounded(t):  # as TF32 keeps it: 10 bits of fraction
+        return ((t.view(torch.int32) + 0x1000) & ~0x1FFF).view(torch.float32)
+
+    want = x.double() @ w.double().t()
+    error, tf32 = ((y.double() - want).square().mean().sqrt() for y in (ours(x, w), rounded(x) @ rounded(w).t()))
+    assert error < tf32 / 1000
+
+
+@pytest.mark.parametrize("x_by, w_by, dy_by", [
+    (1e-30, 1.0, 1.0), (1e30, 1e-30, 1e-12), (1e-20, 1e-15, 1e20), (1.0, 1e25, 1e-30), (2.0**-120, 1.0, 1.0),
+    (2.0**120, 2.0**-100, 1.0),
+])
+def test_magnitudes_of_whole_tensors_do_not_matter(x_by, w_by, dy_by):
+    x, w, dy = made()
+    assert_near(x * x_by, w * w_by, dy * dy_by)
+
+
+@pytest.mark.parametrize("which", range(3))
+def test_rows_and_columns_of_any_magnitude_keep_their_own_accuracy(which):
+    """As fused projections have them: gradients of queries lie far below those of values, some tokens' below others'."""
+    given = list(made())
+    t = given[which]
+    by = torch.logspace(-12, 12, len(t), base=2.0, device=DEVICE)[torch.randperm(len(t), device=DEVICE)]
+    given[which] = t * by[:, None] * torch.logspace(-4, 4, t.shape[1], base=2.0, device=DEVICE)
+    assert_near(*given)
+
+
+def test_zero_rows_and_columns_give_zeros():
+    x, w, dy = made()
+    x[3], w[5], dy[:, 7] = 0.0, 0.0, 0.0
+    y, dx, dw = stepped(ours, x, w, dy)
+    assert not y[3].any() and not y[:, 5].any() and not dw[7].any()
+    assert torch.isfinite(y).all() and torch.isfinite(dx).all() and torch.isfinite(dw).all()
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf"), -float("inf")])
+def test_what_is_no_number_stays_in_its_row_and_its_column_of_the_gradient(value):
+    x, w, dy = made()
+    x[4, 9] = 0.0
+    clean = stepped(ours, x, w, dy)
+    x[4, 9] = value
+    y, dx, dw = stepped(ours, x, w, dy)
+    rows, columns = torch.arange(len(x), device=DEVICE) != 4, torch.arange(x.shape[1], device=DEVICE) != 9
+    assert torch.equal(y[rows], clean[0][rows]) and torch.equal(dx, clean[1]) and torch.equal(dw[:, columns], clean[2][:, columns])
+    assert not torch.isfinite(y[4]).any() and not torch.isfinite(dw[:, 9]).any(), "it must be seen"
+
+
+def test_the_largest_values_of_float32_and_the_least():
+    top = torch.finfo(torch.float32).max
+    x = torch.tensor([[top, 0.0, top / 3], [1e-38, -1e-38, 1e-45]], device=DEVICE)
+    w = torch.tensor([[0.5, 1.0, 0.25], [1.0, 1.0, 0.0]], device=DEVICE)
+    want = (x.double() @ w.double().t()).float()
+    assert torch.allclose(ours(x, w), want, rtol=1e-6, atol=1e-44)
+
+
+@pytest.mark.parametrize("asked", ["x", "w", "xw"])
+def test_only_what_is_asked_for_is_made_and_kept(asked):
+    x, w, dy = made()
+    want = dict(zip("xw", stepped(F.linear, x, w, dy)[1:]))
+    args = [t.requires_grad_(name in asked) for t, name in zip((x, w), "xw")]
+    kept: list[torch.Tensor] = []
+    with torch.autograd.graph.saved_tensors_hooks(lambda t: kept.append(t) or t, lambda t: t):
+        y = ours(*args)
+    y.backward(dy)
+    for name, t in zip("xw", args):
+        assert (t.grad is None) == (name not in asked)
+        if t.grad is not None:
+            torch.testing.assert_close(t.grad.double(), want[name], rtol=1e-5, atol=1e-5)
+    shared = w.untyped_storage().data_ptr()
+    own = sum(t.nbytes for t in kept if t.untyped_storage().data_ptr() != shared)
+    assert own <= (x.nbytes + 4 * len(x) if "w" in asked else 0), "x's halves are as many bytes as x, which is not kept"
+    assert any(t.untyped_storage().data_ptr() == shared for t in kept) == ("x" in asked)
+
+
+def test_refusals_name_the_argument():
+    x, w, _ = made()
+    with pytest.raises(ValueError, match=r"w must have shape \(N, 200\)"):
+        ours(x, w[:, :5])
+    with pytest.raises(ValueError, match="must be float32, outside autocast, got torch.bfloat16"):
+        ours(x.bfloat16(), w.bfloat16())
+    with torch.autocast(x.device.type, dtype=torch.bfloat16), pytest.raises(ValueError, match="outside autocast"):
+        ours(x, w)
+    args = OP.inputs(dtype=torch.float32, device="meta", M=1 << 20, K=2048, N=8)
+    assert OP.impls["triton"].refuses(**args) == "x and y must have less than 2^31 elements, got 2,147,483,648"
+
+
+def test_tiles_fill_a_hopper_and_other_gpus_take_what_they_hold(monkeypatch):
+    def tile(capability, M, N):
+        monkeypatch.setattr(_halves.machine, "this_machine", lambda: type("Here", (), dict(capability=capability))())
+        monkeypatch.setattr(machine, "sm_count", lambda: 132)
+        return _halves.tile_for(M, N)[:2]
+
+    assert [tile((9, 0), M, N) for M, N in ((8192, 8192), (1024, 1024), (1024, 512), (1024, 4096), (1, 16))] == [
+        (128, 128), (128, 64), (64, 64), (128, 128), (64, 64),
+    ]
+    assert [tile((8, 0), M, N) for M, N in ((8192, 8192), (1024, 1024), (64, 64))] == [(128, 128), (64, 64), (64, 64)]
+    assert tile(None, 8192, 8192) == (64, 64)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("M, K, N", [
+    (1024, 512, 4096), (1024, 4096, 512), (1000, 1029, 333), (4096, 8192, 1024), (65, 10000, 129),
+])
+def test_every_tile_is_nearer_than_cublas_without_tf32(M, K, N, monkeypatch):
+    x, w, dy = made(M, K, N)
+    want = stepped(F.linear, x.double(), w.double(), dy.double())
+    theirs = [(g - o).square().mean().sqrt() for g, o in zip(stepped(F.linear, x, w, dy), want)]
+    for tile in (*_halves.HOPPER, *_halves.OTHERS):
+        if tile.gluon and machine.this_machine().capability[0] != 9:
+            continue
+        monkeypatch.setattr(_halves, "tile_for", lambda M, N, tile=tile: tile)
+        for name, g, o, usual in zip(("y", "dx", "dw"), stepped(ours, x, w, dy), want, theirs):
+            assert (g - o).square().mean().sqrt() <= usual, f"{name} by {tile}"
