@@ -91,7 +91,8 @@ def test_what_is_no_number_stays_in_its_row_and_its_column_of_the_gradient(value
     x[4, 9] = value
     y, dx, dw = stepped(ours, x, w, dy)
     rows, columns = torch.arange(len(x), device=DEVICE) != 4, torch.arange(x.shape[1], device=DEVICE) != 9
-    assert torch.equal(y[rows], clean[0][rows]) and torch.equal(dx, clean[1]) and torch.equal(dw[:, columns], clean[2][:, columns])
+    assert torch.equal(y[rows], clean[0][rows]) and torch.equal(dx, clean[1])
+    assert torch.equal(dw[:, columns], clean[2][:, columns])
     assert not torch.isfinite(y[4]).any() and not torch.isfinite(dw[:, 9]).any(), "it must be seen"
 
 

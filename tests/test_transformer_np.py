@@ -246,4 +246,4 @@ def test_the_calls_of_a_forward_are_recorded():
     counted = collections.Counter[str]()
     for call, n in subject_of("transformer-np:tiny").calls("float32"):
         counted[call.op] += n
-    assert counted == dict(rms_norm=1, add_rms_norm=4, attention=2, mlp=2, grouped_mlp=1, gmm_log_prob=1)
+    assert counted == dict(rms_norm=1, add_rms_norm=4, attention=2, linear=4, mlp=2, grouped_mlp=1, gmm_log_prob=1)

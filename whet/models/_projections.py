@@ -1,11 +1,19 @@
-"""Projections that some variants of a model fuse: cut into the plain ones, joined again, and filled from plain ones."""
+"""Projections of a model, and those that some variants fuse: cut into the plain ones, joined again, filled from plain ones."""
 
 from collections.abc import Callable, Iterable, Mapping
 
 import torch
+import torch.nn.functional as F
+
+from whet.op import autocast_of
 
 Splits = Mapping[str, Mapping[str, int]]  # fused name -> {plain name: rows}
 Parameters = dict[str, torch.Tensor]
+
+
+def project(x, weight, ops):
+    """x @ weight.T, by `ops` where the product is in float32: of 16 bits PyTorch's own runs on tensor cores as it is."""
+    return ops.linear(x, weight) if (autocast_of(x) or x.dtype) == torch.float32 else F.linear(x, weight)
 
 
 def cut(splits: Splits, named: Mapping[str, torch.Tensor]) -> Parameters:

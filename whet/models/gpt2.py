@@ -23,7 +23,7 @@ from whet.alignment import padded_size
 from whet.choices import Choices, current
 from whet.models import Model, Recipe
 from whet.models._hf import LLAMA_NAMES, config_of, llama_config, renamed
-from whet.models._projections import cut, fill, joined
+from whet.models._projections import cut, fill, joined, project
 from whet.models.tiny_llama import batch
 from whet.op import autocast_of
 from whet.ops._fp8 import refused as fp8_refused
@@ -135,7 +135,7 @@ class GPT2Block(nn.Module):
 
     def project(self, name: str, x, ops):
         layer = self.get_submodule(name)
-        return F.linear(x, layer.weight) if layer.bias is None else ops.linear_bias(x, layer.weight, layer.bias)
+        return project(x, layer.weight, ops) if layer.bias is None else ops.linear_bias(x, layer.weight, layer.bias)
 
     def attend(self, y, rotation, ones, ops, cache):
         """rotation: cos and sin from the first token's position on, or None; ones: the weights of the QK norm."""

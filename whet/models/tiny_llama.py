@@ -21,7 +21,7 @@ from whet.choices import Choices, current
 from whet.measure import Stopwatch
 from whet.models import Model, Recipe
 from whet.models._hf import LLAMA_NAMES, llama_config, renamed
-from whet.models._projections import cut, joined
+from whet.models._projections import cut, joined, project
 from whet.ops.rope import tables
 from whet.workload import PHASES, Workload
 
@@ -96,12 +96,16 @@ class TinyLlamaBlock(nn.Module):
             self.gate, self.up = linear(c.hidden, ffn), linear(c.hidden, ffn)
         self.down = linear(ffn, c.hidden)
 
+    def project(self, name: str, x, ops):
+        layer = self.get_submodule(name)
+        return project(x, layer.weight, ops) if self.variant == "v3" else layer(x)
+
     def attend(self, y, cos, sin, ops, cache):
         c, (B, S, _) = self.c, y.shape
         if self.variant == "v1":
             q, k, v = self.q(y), self.k(y), self.v(y)
         else:
-            q, k, v = self.qkv(y).split([*c.splits["qkv"].values()], dim=-1)
+            q, k, v = self.project("qkv", y, ops).split([*c.splits["qkv"].values()], dim=-1)
         q, k, v = (t.view(B, S, -1, c.head_dim).transpose(1, 2) for t in (q, k, v))
         q, k = ops.rope(q, k, cos, sin)
         if cache is not None:
@@ -112,10 +116,12 @@ class TinyLlamaBlock(nn.Module):
             out = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=c.heads != c.kv_heads)
         else:
             out = ops.attention(q, k, v, causal=True)
-        return self.o(out.transpose(1, 2).reshape(B, S, c.hidden))
+        return self.project("o", out.transpose(1, 2).reshape(B, S, c.hidden), ops)
 
     def mlp(self, y, ops):
-        return self.down(ops.swiglu(self.gate_up(y)) if self.variant == "v3" else ops.swiglu(self.gate(y), self.up(y)))
+        if self.variant != "v3":
+            return self.down(ops.swiglu(self.gate(y), self.up(y)))
+        return self.project("down", ops.swiglu(self.project("gate_up", y, ops)), ops)
 
     def forward(self, h, delta, cos, sin, ops, cache=None):
         """h is the residual stream, delta what the layer before would add to it: v3 adds inside the norm."""

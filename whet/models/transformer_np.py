@@ -26,7 +26,7 @@ from torch.utils.checkpoint import checkpoint
 from whet.alignment import padded_size
 from whet.choices import Choices, current
 from whet.models import Model, TaskRecipe
-from whet.models._projections import cut, fill, joined
+from whet.models._projections import cut, fill, joined, project
 
 VARIANTS = ("plain", "stock", "tuned")
 ORACLE_SCORES = 2**29  # that are in memory at once where a step runs in float64, which only the oracle does: 4 GiB
@@ -99,7 +99,7 @@ class NPAttention(nn.Module):
         if self.variant == "plain":
             q, k, v = self.q(y), self.k(y[:, :context]), self.v(y[:, :context])
         else:
-            q, k, v = self.qkv(y).chunk(3, dim=-1)
+            q, k, v = self.project(self.qkv, y, ops).chunk(3, dim=-1)
             k, v = k[:, :context], v[:, :context]
         q, k, v = (t.unflatten(-1, (c.heads, c.head_dim)).transpose(1, 2) for t in (q, k, v))
         if self.variant == "plain":
@@ -109,7 +109,10 @@ class NPAttention(nn.Module):
             out = F.scaled_dot_product_attention(q, k, v)
         else:
             out = ops.attention(q, k, v)
-        return self.o(out.transpose(1, 2).reshape(B, P, c.width))
+        return self.project(self.o, out.transpose(1, 2).reshape(B, P, c.width), ops)
+
+    def project(self, layer: nn.Linear, x, ops):
+        return project(x, layer.weight, ops) if self.variant == "tuned" else layer(x)
 
 
 class NPMlp(nn.Module):

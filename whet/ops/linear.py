@@ -89,13 +89,25 @@ def _save(args, results):
     return (w if need_dx else None, values, scale), (need_dx, need_dw, x.shape[-1])
 
 
+def inside(x, w, need_dx, need_dw) -> int:
+    """w's halves; x's where they are not kept."""
+    M, P = x.numel() // max(1, x.shape[-1]), padded(w.shape[1])
+    return 4 * P * (w.shape[0] + (0 if need_dw else M))
+
+
+def inside_backward(dy, w, values, scale, need_dx, need_dw, K) -> int:
+    """dy's halves, beside those of w while dx is made."""
+    M, N = dy.numel() // max(1, dy.shape[-1]), dy.shape[-1]
+    return 4 * padded(N) * M + (4 * padded(K) * N if need_dx else 0)
+
+
 FUSED = Fused(
     "linear",
     "(Tensor x, Tensor w, bool need_dx, bool need_dw) -> (Tensor, Tensor, Tensor)", forward, _fake,
     "(Tensor dy, Tensor? w, Tensor values, Tensor scale, bool need_dx, bool need_dw, int K) -> (Tensor, Tensor)",
     backward, _bwd_fake,
     save=_save,
-    grads_to=(0, 1, None, None),
+    grads_to=(0, 1, None, None), inside=inside, bwd_inside=inside_backward,
 )
 
 
@@ -112,10 +124,6 @@ def nothing_to_fuse(x, w):
 
 def run_triton(x, w):
     return FUSED(x, w, may_ask(x), may_ask(w))
-
-
-def run_torch(x, w):
-    return F.linear(x, w)
 
 
 OP = Op(
@@ -136,7 +144,6 @@ OP = Op(
     cost=cost,
     grads=("x", "w"),
     impls={
-        "torch": Impl(run_torch),
         "compile": Impl(compiled(reference), nothing_to_fuse, limits=("any call: there is nothing to fuse",)),
         "triton": Impl(
             run_triton, refuses, needs="triton",
