@@ -11,6 +11,7 @@ import whet.ops
 from whet import machine
 from whet.op import discover
 from whet.ops import _halves
+from whet.roof import Ceilings
 
 OP = discover()["linear"]
 
@@ -133,6 +134,14 @@ def test_refusals_name_the_argument():
         ours(x, w)
     args = OP.inputs(dtype=torch.float32, device="meta", M=1 << 20, K=2048, N=8)
     assert OP.impls["triton"].refuses(**args) == "x and y must have less than 2^31 elements, got 2,147,483,648"
+
+
+def test_the_floor_is_that_of_three_products_of_halves_or_of_float32s_own_where_that_is_faster():
+    args = OP.inputs(dtype=torch.float32, device="meta", M=8192, K=4096, N=4096)
+    flops = 6 * 8192 * 4096 * 4096
+    for rates, rate in ((dict(float32=50.0, float16=660.0), 220e12), (dict(float32=80.0, float16=160.0), 80e12)):
+        floor = Ceilings(copy_gbs=1e9, tflops=rates).floor_ms(OP.cost(**args), True, "float32")
+        assert floor == pytest.approx(flops / rate * 1e3)
 
 
 def test_tiles_fill_a_hopper_and_other_gpus_take_what_they_hold(monkeypatch):

@@ -36,6 +36,7 @@ class Cost:
     bwd_flops: int = 0
     dtype: str = ""  # in which the forward's products run, where that is not the inputs'
     bwd_dtype: str = ""  # and the backward's
+    products: int = 1  # of that dtype, that stand for one of the inputs' dtype: the floor is that of whichever is faster
 
     def of(self, backward: bool) -> tuple[int, int]:
         return (self.bytes + self.bwd_bytes, self.flops + self.bwd_flops) if backward else (self.bytes, self.flops)

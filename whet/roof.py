@@ -28,8 +28,11 @@ class Ceilings:
 
     def _parts(self, cost: Cost, backward: bool, dtype: str) -> tuple[float, float]:
         """Seconds to move the bytes, seconds to do the flops; a dtype whose rate was not measured goes at float32's."""
-        names = (cost.dtype or dtype, cost.bwd_dtype or dtype)
-        rate, bwd_rate = (self.tflops.get(d, self.tflops["float32"]) for d in names)
+        def at(named: str) -> float:
+            rate, own = (self.tflops.get(d, self.tflops["float32"]) for d in (named or dtype, dtype))
+            return rate if cost.products == 1 else max(rate / cost.products, own)
+
+        rate, bwd_rate = at(cost.dtype), at(cost.bwd_dtype)
         compute = cost.flops / rate + (cost.bwd_flops / bwd_rate if backward else 0.0)
         return cost.of(backward)[0] / (self.copy_gbs * 1e9), compute / 1e12
 

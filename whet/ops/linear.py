@@ -45,7 +45,11 @@ def check(x, w):
 def cost(x, w):
     y = x.numel() // max(1, x.shape[-1]) * w.shape[0] * x.element_size()
     flops, given = 2 * x.numel() * w.shape[0], nbytes(x, w)
-    return Cost(bytes=given + y, flops=flops, bwd_bytes=2 * given + y, bwd_flops=2 * flops)
+    halves, products = ("float16", 3) if x.dtype == torch.float32 else ("", 1)
+    return Cost(
+        bytes=given + y, flops=flops, bwd_bytes=2 * given + y, bwd_flops=2 * flops, dtype=halves, bwd_dtype=halves,
+        products=products,
+    )
 
 
 def forward(x, w, need_dx, need_dw):

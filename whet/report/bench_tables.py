@@ -115,7 +115,7 @@ def summary(root: Path, training: bool = False) -> str:
     """Per op: the geometric mean over shapes of chosen against best other, and the worst of them, per mode.
 
     Calls at another precision than their inputs' are left out: without whet nothing computes the same.
-    training: only calls with a backward.
+    training: only calls with a backward, and of all tables the longest.
     """
     parts, columns = [], {"graph": "in a CUDA graph, mean (worst)", "eager": "launched from Python, mean (worst)"}
     for heading, used, entries in sections(read(root, "bench")):
@@ -123,8 +123,9 @@ def summary(root: Path, training: bool = False) -> str:
         ops = dict.fromkeys(e["call"]["op"] for e in entries)
         rows = [summary_row(op, [e for e in entries if e["call"]["op"] == op]) for op in ops]
         head = (f"op ({heading.partition(', ')[2]})", "shapes", *(columns[mode] for mode in MODES), "whet's kernel chosen")
-        parts += [grid(head, [*rows, summary_row("all", entries)]), source(used)] if rows else []
-    return "\n\n".join(parts) or absent("bench")
+        parts += [f"{grid(head, [*rows, summary_row('all', entries)])}\n\n{source(used)}"] if rows else []
+    shown = [max(parts, key=lambda text: text.count("\n"))] if training and parts else parts
+    return "\n\n".join(shown) or absent("bench")
 
 
 def summary_row(name: str, entries: list[dict]) -> list[str]:

@@ -29,7 +29,8 @@ def optimize_run(root: Path) -> str:
         return absent("optimize")
     name, r = found
     result, console = r["measured"], terminal()
-    console.print(tables.plans_table(result))
+    narrow = [{k: v for k, v in plan.items() if k != "predicted_mb"} for plan in result["plans"]]  # which results.md has
+    console.print(tables.plans_table(result | {"plans": narrow}))
     for line in tables.busy([], result):
         console.print(line, soft_wrap=True)
     if result.get("speedup"):
