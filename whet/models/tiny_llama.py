@@ -121,7 +121,7 @@ class TinyLlamaBlock(nn.Module):
     def mlp(self, y, ops):
         if self.variant != "v3":
             return self.down(ops.swiglu(self.gate(y), self.up(y)))
-        return self.project("down", ops.swiglu(self.project("gate_up", y, ops)), ops)
+        return ops.gated_linear(self.project("gate_up", y, ops), None, self.down.weight)
 
     def forward(self, h, delta, cos, sin, ops, cache=None):
         """h is the residual stream, delta what the layer before would add to it: v3 adds inside the norm."""

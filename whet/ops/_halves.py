@@ -19,7 +19,7 @@ from whet import machine
 from whet.launch import launcher
 from whet.ops import _halves_hopper
 from whet.ops._halves_hopper import BY_TOPS, TOP
-from whet.ops._rows import MAX_N, cdiv, power_of_two, programs
+from whet.ops._rows import MAX_N, cdiv, power_of_two, programs, unit_rows
 from whet.ops.attention.common import has_descriptors
 
 SMALLEST = tl.constexpr(2.0**-111)  # scales below it have no inverse: such rows keep fewer of float16's powers of two unused
@@ -316,3 +316,21 @@ def product(
         A_ACROSS=a_across, B_ACROSS=b_across, num_warps=t.warps, num_stages=t.stages,
     )
     return out
+
+
+def multiply(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
+    """x @ w.T of (M, K) and (N, K)."""
+    (N, K), of_w = w.shape, split_rows(unit_rows(w))
+    return product(split_rows(unit_rows(x)), of_w.values, len(x), N, K, of_w.scale)
+
+
+def multiply_back(dy: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
+    """dy @ w of (M, N) and (N, K): it sums over w's rows, whose scales go to dy as factors."""
+    (N, K), of_w = w.shape, split_rows(unit_rows(w))
+    return product(split_rows(unit_rows(dy), of_w.scale), of_w.values, len(dy), K, N, b_across=True)
+
+
+def multiply_across(dy: torch.Tensor, x: Halves, K: int) -> torch.Tensor:
+    """dy.T @ x of (M, N) and the halves of (M, K): it sums over x's rows, whose scales go to dy as factors."""
+    M, N = dy.shape
+    return product(split_columns(unit_rows(dy), x.scale), x.values, N, K, M, a_across=True, b_across=True)

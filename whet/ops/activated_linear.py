@@ -2,7 +2,7 @@
 
 act(x), as large as x, is what a linear layer keeps to compute the gradient of w. Here the kernel that computes the gradient of
 x writes it once more, over its own upstream gradient: M*N elements less are held from forward to backward, for M*N more
-written. The products are PyTorch's. Opaque to torch.compile.
+written. The products are those of `_products`. Opaque to torch.compile.
 """
 
 import torch
@@ -14,6 +14,7 @@ from whet.compiled import compiled
 from whet.launch import launcher
 from whet.op import Cost, Impl, Op, autocast_of, floating, lay, layout_of, nbytes, same_device
 from whet.ops._phi import _gelu_factor
+from whet.ops._products import floored, multiply, multiply_across, multiply_back
 from whet.ops._rows import KERNEL_DTYPES, cdiv, unit_rows
 from whet.ops.gelu import reference as gelu_reference
 from whet.parts import row_pieces
@@ -65,9 +66,8 @@ def check(x, w, activation="gelu"):
 def cost(x, w, activation="gelu"):
     M = x.numel() // max(1, x.shape[-1])
     product, given, y = 2 * M * w.numel(), nbytes(x, w), M * w.shape[0] * x.element_size()
-    return Cost(
-        bytes=given + y, flops=product + 10 * x.numel(), bwd_bytes=2 * given + y, bwd_flops=2 * product + 20 * x.numel()
-    )
+    bwd = dict(bwd_bytes=2 * given + y, bwd_flops=2 * product + 20 * x.numel())
+    return floored(Cost(bytes=given + y, flops=product + 10 * x.numel(), **bwd), x)
 
 
 @triton.jit
@@ -141,7 +141,7 @@ def activated(x, activation):
 
 
 def forward(x, w, activation, need_dx, need_dw):
-    return F.linear(activated(x, activation), w)
+    return multiply(activated(x, activation), w)
 
 
 def backward(dy, x, w, activation, need_dx, need_dw):
@@ -149,14 +149,14 @@ def backward(dy, x, w, activation, need_dx, need_dw):
     flat, none = unit_rows(dy), dy.new_empty(0)
     if not need_dx:
         h = activated(x, activation)
-        return none, flat.t() @ h.view(-1, h.shape[-1])
-    h = flat @ w  # dh until the kernel has run
+        return none, multiply_across(flat, h.view(-1, h.shape[-1]))
+    h = multiply_back(flat, w)  # dh until the kernel has run
     dx = torch.empty_like(x, memory_format=torch.contiguous_format)
     if numel := dx.numel():
         launcher(_act_bwd_kernel)[(cdiv(numel, BLOCK),)](
             h, x.contiguous(), dx, numel, **formula(activation), AGAIN=need_dw, BLOCK=BLOCK, num_warps=WARPS
         )
-    return dx, flat.t() @ h if need_dw else none
+    return dx, multiply_across(flat, h) if need_dw else none
 
 
 def _bwd_fake(dy, x, w, activation, need_dx, need_dw):

@@ -2,8 +2,8 @@
 
 The product act(gate) * up, as large as gate, is what a linear layer keeps to compute the gradient of w. Here the kernel that
 computes the gradients of gate and up writes it once more, over its own upstream gradient: M*N elements less are held
-from forward to backward, for M*N more written. The products are PyTorch's. Opaque to torch.compile: there, call swiglu or geglu
-and F.linear.
+from forward to backward, for M*N more written. The products are those of `_products`. Opaque to torch.compile: there, call
+swiglu or geglu and F.linear.
 """
 
 import torch
@@ -12,6 +12,7 @@ import torch.nn.functional as F
 from whet.compiled import compiled
 from whet.op import Cost, Impl, Op, autocast_of, floating, lay, layout_of, nbytes, same_device
 from whet.ops import _gated
+from whet.ops._products import floored, multiply, multiply_across, multiply_back
 from whet.ops._rows import KERNEL_DTYPES, unit_rows
 from whet.ops.geglu import NAMES
 from whet.ops.geglu import reference as geglu_reference
@@ -59,7 +60,8 @@ def cost(gate, up, w, activation="silu"):
     inner = _gated.cost(gate, up, flops=11, bwd_flops=24)
     M = gate.numel() // max(1, gate.shape[-1])
     product, given, y = 2 * M * w.numel(), nbytes(gate, up, w), M * w.shape[0] * gate.element_size()
-    return Cost(bytes=given + y, flops=product + inner.flops, bwd_bytes=2 * given + y, bwd_flops=2 * product + inner.bwd_flops)
+    bwd = dict(bwd_bytes=2 * given + y, bwd_flops=2 * product + inner.bwd_flops)
+    return floored(Cost(bytes=given + y, flops=product + inner.flops, **bwd), gate)
 
 
 def activated(gate, up, activation):
@@ -68,7 +70,7 @@ def activated(gate, up, activation):
 
 
 def forward(gate, up, w, activation, need_dgate, need_dw):
-    return F.linear(activated(gate, up, activation), w)
+    return multiply(activated(gate, up, activation), w)
 
 
 def backward(dy, gate, up, w, activation, need_dgate, need_dw):
@@ -76,13 +78,13 @@ def backward(dy, gate, up, w, activation, need_dgate, need_dw):
     flat, none = unit_rows(dy), dy.new_empty(0)
     if not need_dgate:
         h = activated(gate, up, activation)
-        return none, None if up is None else none, flat.t() @ h.view(-1, h.shape[-1])
-    h = flat @ w  # dh until the kernel has run
+        return none, None if up is None else none, multiply_across(flat, h.view(-1, h.shape[-1]))
+    h = multiply_back(flat, w)  # dh until the kernel has run
     if up is None:
         dgate, dup = _gated.backward_packed(h, gate, activation, need_dw), None
     else:
         dgate, dup = _gated.backward(h, gate, up, activation, need_dw)
-    return dgate, dup, flat.t() @ h if need_dw else none
+    return dgate, dup, multiply_across(flat, h) if need_dw else none
 
 
 def _bwd_fake(dy, gate, up, w, activation, need_dgate, need_dw):

@@ -10,7 +10,8 @@ import torch.nn.functional as F
 
 from whet.compiled import compiled
 from whet.op import Cost, Impl, Op, autocast_of, floating, lay, layout_of, nbytes, same_device
-from whet.ops._halves import padded, product, split_columns, split_rows
+from whet.ops._halves import Halves, multiply_across, multiply_back, padded, product, split_rows
+from whet.ops._products import floored
 from whet.ops._rows import unit_rows
 from whet.parts import row_pieces
 from whet.torch_ops import Fused, may_ask
@@ -45,11 +46,7 @@ def check(x, w):
 def cost(x, w):
     y = x.numel() // max(1, x.shape[-1]) * w.shape[0] * x.element_size()
     flops, given = 2 * x.numel() * w.shape[0], nbytes(x, w)
-    halves, products = ("float16", 3) if x.dtype == torch.float32 else ("", 1)
-    return Cost(
-        bytes=given + y, flops=flops, bwd_bytes=2 * given + y, bwd_flops=2 * flops, dtype=halves, bwd_dtype=halves,
-        products=products,
-    )
+    return floored(Cost(bytes=given + y, flops=flops, bwd_bytes=2 * given + y, bwd_flops=2 * flops), x)
 
 
 def forward(x, w, need_dx, need_dw):
@@ -67,19 +64,10 @@ def _fake(x, w, need_dx, need_dw):
 
 
 def backward(dy, w, values, scale, need_dx, need_dw, K):
-    """dx and dw, each of no elements where it is not asked for.
-
-    dx sums over w's rows, whose scales go to dy as factors; dw over x's, whose scales do likewise in dy's other split.
-    """
+    """dx and dw, each of no elements where it is not asked for."""
     flat, none = unit_rows(dy), dy.new_empty(0)
-    M, N = flat.shape
-    dx = dw = none
-    if need_dx:
-        of_w = split_rows(unit_rows(w))
-        dx = product(split_rows(flat, of_w.scale), of_w.values, M, K, N, b_across=True).view(*dy.shape[:-1], K)
-    if need_dw:
-        dw = product(split_columns(flat, scale), values, N, K, M, a_across=True, b_across=True)
-    return dx, dw
+    dx = multiply_back(flat, w).view(*dy.shape[:-1], K) if need_dx else none
+    return dx, multiply_across(flat, Halves(values, scale), K) if need_dw else none
 
 
 def _bwd_fake(dy, w, values, scale, need_dx, need_dw, K):

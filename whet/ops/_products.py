@@ -1,0 +1,43 @@
+"""Products as kernels' launchers make them: of float32 by pairs of halves where that is faster, of all else PyTorch's own."""
+
+from dataclasses import replace
+
+import torch
+import torch.nn.functional as F
+
+from whet import machine
+from whet.op import Cost
+from whet.ops import _halves
+from whet.ops._rows import unit_rows
+
+# Their tensor cores sum float16 in float32 at twice the rate of their float32 alone: three such products take longer than one.
+CONSUMER = ((8, 6), (8, 7), (8, 9), (12, 0), (12, 1))
+
+
+def by_halves(x: torch.Tensor) -> bool:
+    """Whether a product of x is one of pairs of halves: in float32, where TF32 is not allowed, on GPUs made for it."""
+    if x.dtype != torch.float32 or not x.is_cuda or torch.get_float32_matmul_precision() != "highest":
+        return False
+    return machine.triton_mode() == "gpu" and machine.this_machine().capability not in CONSUMER
+
+
+def floored(cost: Cost, x: torch.Tensor) -> Cost:
+    """The cost with the floor that products of x have: in float32 that of three in float16, where it is lower."""
+    return replace(cost, dtype="float16", bwd_dtype="float16", products=3) if x.dtype == torch.float32 else cost
+
+
+def multiply(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
+    """x @ w.T, as F.linear."""
+    if not by_halves(x):
+        return F.linear(x, w)
+    return _halves.multiply(unit_rows(x), w).view(*x.shape[:-1], w.shape[0])
+
+
+def multiply_back(dy: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
+    """dy @ w of matrices: the gradient of x."""
+    return _halves.multiply_back(dy, w) if by_halves(dy) else dy @ w
+
+
+def multiply_across(dy: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
+    """dy.T @ x of matrices: the gradient of w."""
+    return _halves.multiply_across(dy, _halves.split_rows(unit_rows(x)), x.shape[1]) if by_halves(dy) else dy.t() @ x
