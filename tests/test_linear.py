@@ -1,6 +1,7 @@
 """linear: float32 products of pairs of halves are as near as float32's own, whatever the magnitudes, and keep no more."""
 
 import math
+import sys
 
 import pytest
 import torch
@@ -10,8 +11,9 @@ from conftest import DEVICE
 import whet.ops
 from whet import machine
 from whet.op import discover
-from whet.ops import _halves
+from whet.ops import _halves, _loss_products, _products
 from whet.roof import Ceilings
+from whet.verify import verify
 
 OP = discover()["linear"]
 
@@ -155,6 +157,37 @@ def test_tiles_fill_a_hopper_and_other_gpus_take_what_they_hold(monkeypatch):
     ]
     assert [tile((8, 0), M, N) for M, N in ((8192, 8192), (1024, 1024), (64, 64))] == [(128, 128), (64, 64), (64, 64)]
     assert tile(None, 8192, 8192) == (64, 64)
+
+
+@pytest.mark.parametrize("name", ["gated_linear", "activated_linear", "linear_cross_entropy"])
+def test_other_ops_are_right_by_these_products(name, monkeypatch):
+    """As on a GPU made for it, with the launches of the interpreter."""
+    made: list[tuple] = []
+
+    def counted(*args, product=_halves.product, **options):
+        made.append(args[2:5])
+        return product(*args, **options)
+
+    monkeypatch.setattr(_halves, "product", counted)
+    for module in (_products, _loss_products):
+        monkeypatch.setattr(module, "by_halves", lambda x: x.dtype == torch.float32)
+    op = discover()[name]
+    for case in op.cases:
+        args = op.inputs(dtype=torch.float32, device=DEVICE, **case)
+        if op.impls["triton"].refuses(**args) is None:
+            made.clear()
+            verdict = verify(op, op.impls["triton"], args)
+            assert verdict.ok and (made or not case["M"]), f"{case}: {verdict.why}"
+
+
+def test_a_loss_in_chunks_adds_up_the_gradient_of_w_by_these_products(monkeypatch):
+    monkeypatch.setattr(_products, "by_halves", lambda x: True)
+    monkeypatch.setattr(_loss_products, "by_halves", lambda x: True)
+    loss = sys.modules["whet.ops.linear_cross_entropy"]
+    monkeypatch.setattr(loss, "chunks", lambda M, *_: [slice(i, min(i + 8, M)) for i in range(0, M, 8)])
+    op = discover()["linear_cross_entropy"]
+    verdict = verify(op, op.impls["triton"], op.inputs(dtype=torch.float32, device=DEVICE, M=20, D=24, V=100, bias=True))
+    assert verdict.ok, verdict.why
 
 
 @pytest.mark.gpu

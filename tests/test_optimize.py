@@ -28,7 +28,7 @@ SMALL = TinyLlamaConfig(hidden=32, layers=1, heads=2, kv_heads=1, vocab=31)
 RECIPE = Recipe(batch=2, seq_len=8)
 TARGET = "tiny-llama:test"
 SUBJECT = BuiltIn(MODEL, SMALL, RECIPE)
-OPS = {"rms_norm", "add_rms_norm", "rope", "attention", "swiglu", "linear_cross_entropy"}
+OPS = {"rms_norm", "add_rms_norm", "rope", "attention", "linear", "gated_linear", "linear_cross_entropy"}
 
 
 @contextlib.contextmanager
@@ -238,12 +238,13 @@ def test_wrong_arguments_are_answered_with_the_choices():
 def test_calls_are_recorded_at_the_precision_asked_for(device):
     def dtypes(precision):
         calls = BuiltIn(MODEL, SMALL, RECIPE, device=device).calls(precision)
-        assert {call.op for call, _ in calls} == OPS and all(call.grad for call, _ in calls)
+        asked = OPS - {"linear"} if precision == "bfloat16" else OPS  # of 16 bits PyTorch's products are as fast as they get
+        assert {call.op for call, _ in calls} == asked and all(call.grad for call, _ in calls)
         return {call.op: call.dtype for call, _ in calls}
 
     assert dtypes("float32") == dtypes("tf32") == dict.fromkeys(OPS, "float32")
     low = dtypes("bfloat16")
-    assert low["rope"] == low["swiglu"] == "bfloat16"
+    assert low["rope"] == low["gated_linear"] == "bfloat16"
 
 
 @pytest.mark.parametrize("precision", PRECISIONS)

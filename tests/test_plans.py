@@ -134,8 +134,8 @@ def test_a_result_is_recorded_by_the_keys_that_records_have_and_what_is_unknown_
         "graph": False,
     }
     done = PlanResult(
-        Plan("eager", "v2", "stock"), True, peak_mb=1.0, predicted_mb=1.0, ready_s=2.0, share=0.5, timing=timing([1.0, 2.0, 3.0]),
-        samples_per_s=4.0, before_ms=5.0, speedup=6.0, ratio=Ratio(1.0, 0.9, 1.1, 3),
+        Plan("eager", "v2", "stock"), True, peak_mb=1.0, predicted_mb=1.0, ready_s=2.0, share=0.5,
+        timing=timing([1.0, 2.0, 3.0]), samples_per_s=4.0, before_ms=5.0, speedup=6.0, ratio=Ratio(1.0, 0.9, 1.1, 3),
     ).to_record()
     path = next((ROOT / "records").glob("optimize-tiny-llama-small-float32.json"))
     old = json.loads(path.read_text())["measured"]["plans"]

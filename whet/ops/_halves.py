@@ -189,6 +189,7 @@ def _product_kernel(
     a_hi, a_lo, b_hi, b_lo,  # inputs: a (M, K), or (K, M) where A_ACROSS; b (N, K), or (K, N) where B_ACROSS
     row_ptr, column_ptr,  # inputs: scales (M,) and (N,), or None
     out_ptr,  # (M, N)
+    stride_om,
     M, N, K,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, GROUP: tl.constexpr,
     A_ACROSS: tl.constexpr, B_ACROSS: tl.constexpr,
@@ -223,7 +224,7 @@ def _product_kernel(
     acc = acc * BY_TOPS * tl.load(row_ptr + m, mask=m < M, other=0.0)[:, None]
     if column_ptr is not None:
         acc = acc * tl.load(column_ptr + n, mask=n < N, other=0.0)[None, :]
-    tl.store(out_ptr + m[:, None].to(tl.int64) * N + n[None, :], acc, mask=(m < M)[:, None] & (n < N)[None, :])
+    tl.store(out_ptr + m[:, None].to(tl.int64) * stride_om + n[None, :], acc, mask=(m < M)[:, None] & (n < N)[None, :])
 
 
 def padded(N: int) -> int:
@@ -293,13 +294,15 @@ def tile_for(M: int, N: int) -> ProductTile:
 
 def product(
     a: Halves, b: torch.Tensor, M: int, N: int, K: int, b_scale: torch.Tensor | None = None,
-    a_across: bool = False, b_across: bool = False,
+    a_across: bool = False, b_across: bool = False, out: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """(M, N) of a, (M, K), and the values of b, (N, K), in float32; across: that one is (K, M), or (K, N).
 
     a is scaled along M, b along N or, where b_scale is None, along K: then a has those scales as factors.
+    out has unit stride along its rows.
     """
-    out = torch.empty(M, N, dtype=torch.float32, device=b.device)
+    if out is None:
+        out = torch.empty(M, N, dtype=torch.float32, device=b.device)
     if not (M and N):
         return out
     if not K:
@@ -312,25 +315,28 @@ def product(
     b_block = (BLOCK_K, t.N) if b_across else (t.N, BLOCK_K)
     launcher(_product_kernel)[(cdiv(M, t.M) * cdiv(N, t.N),)](
         *(operand(half, *block) for half, block in zip(halves, (a_block, a_block, b_block, b_block))),
-        a.scale, b_scale, out, M, N, K, BLOCK_M=t.M, BLOCK_N=t.N, BLOCK_K=BLOCK_K, GROUP=GROUP,
+        a.scale, b_scale, out, out.stride(0), M, N, K, BLOCK_M=t.M, BLOCK_N=t.N, BLOCK_K=BLOCK_K, GROUP=GROUP,
         A_ACROSS=a_across, B_ACROSS=b_across, num_warps=t.warps, num_stages=t.stages,
     )
     return out
 
 
-def multiply(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
-    """x @ w.T of (M, K) and (N, K)."""
-    (N, K), of_w = w.shape, split_rows(unit_rows(w))
-    return product(split_rows(unit_rows(x)), of_w.values, len(x), N, K, of_w.scale)
+Given = torch.Tensor | None
 
 
-def multiply_back(dy: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
+def multiply(x: torch.Tensor, w: torch.Tensor, out: Given = None, of_w: Halves | None = None) -> torch.Tensor:
+    """x @ w.T of (M, K) and (N, K).  of_w: w's halves, where they are at hand."""
+    (N, K), of_w = w.shape, of_w or split_rows(unit_rows(w))
+    return product(split_rows(unit_rows(x)), of_w.values, len(x), N, K, of_w.scale, out=out)
+
+
+def multiply_back(dy: torch.Tensor, w: torch.Tensor, out: Given = None, of_w: Halves | None = None) -> torch.Tensor:
     """dy @ w of (M, N) and (N, K): it sums over w's rows, whose scales go to dy as factors."""
-    (N, K), of_w = w.shape, split_rows(unit_rows(w))
-    return product(split_rows(unit_rows(dy), of_w.scale), of_w.values, len(dy), K, N, b_across=True)
+    (N, K), of_w = w.shape, of_w or split_rows(unit_rows(w))
+    return product(split_rows(unit_rows(dy), of_w.scale), of_w.values, len(dy), K, N, b_across=True, out=out)
 
 
-def multiply_across(dy: torch.Tensor, x: Halves, K: int) -> torch.Tensor:
+def multiply_across(dy: torch.Tensor, x: Halves, K: int, out: Given = None) -> torch.Tensor:
     """dy.T @ x of (M, N) and the halves of (M, K): it sums over x's rows, whose scales go to dy as factors."""
     M, N = dy.shape
-    return product(split_columns(unit_rows(dy), x.scale), x.values, N, K, M, a_across=True, b_across=True)
+    return product(split_columns(unit_rows(dy), x.scale), x.values, N, K, M, a_across=True, b_across=True, out=out)

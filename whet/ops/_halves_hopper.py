@@ -74,7 +74,7 @@ def _copy(
 
 @gluon.jit
 def _multiply(
-    row_ptr, column_ptr, out_ptr, a_smem, b_smem, full, empty, M, N, K, items,
+    row_ptr, column_ptr, out_ptr, stride_om, a_smem, b_smem, full, empty, M, N, K, items,
     HALF: gl.constexpr, ROWS: gl.constexpr, BLOCK_N: gl.constexpr, BLOCK_K: gl.constexpr, STAGES: gl.constexpr,
     GROUP: gl.constexpr, A_ACROSS: gl.constexpr, B_ACROSS: gl.constexpr,
 ):
@@ -113,7 +113,7 @@ def _multiply(
         acc = acc * BY_TOPS * gl.load(row_ptr + m, mask=m < M, other=0.0)[:, None]
         if column_ptr is not None:
             acc = acc * gl.load(column_ptr + n, mask=n < N, other=0.0)[None, :]
-        at = m[:, None].to(gl.int64) * N + n[None, :]
+        at = m[:, None].to(gl.int64) * stride_om + n[None, :]
         gl.store(out_ptr + at, acc, mask=(m < M)[:, None] & (n < N)[None, :])
 
 
@@ -122,6 +122,7 @@ def _product_hopper_kernel(
     a_hi, a_lo, b_hi, b_lo,  # inputs, as descriptors: a (M, K), or (K, M) where A_ACROSS; b (N, K), or (K, N) where B_ACROSS
     row_ptr, column_ptr,  # inputs: scales (M,) and (N,), or None
     out_ptr,  # (M, N)
+    stride_om,
     M, N, K, items,
     ROWS: gl.constexpr, BLOCK_N: gl.constexpr, BLOCK_K: gl.constexpr, STAGES: gl.constexpr, GROUP: gl.constexpr,
     A_ACROSS: gl.constexpr, B_ACROSS: gl.constexpr, REGISTERS: gl.constexpr, num_warps: gl.constexpr,
@@ -142,11 +143,11 @@ def _product_hopper_kernel(
     fence_async_shared()
     gl.warp_specialize([
         (_multiply, (
-            row_ptr, column_ptr, out_ptr, a_smem, b_smem, full, empty, M, N, K, items,
+            row_ptr, column_ptr, out_ptr, stride_om, a_smem, b_smem, full, empty, M, N, K, items,
             0, ROWS, BLOCK_N, BLOCK_K, STAGES, GROUP, A_ACROSS, B_ACROSS,
         )),
         (_multiply, (
-            row_ptr, column_ptr, out_ptr, a_smem, b_smem, full, empty, M, N, K, items,
+            row_ptr, column_ptr, out_ptr, stride_om, a_smem, b_smem, full, empty, M, N, K, items,
             1, ROWS, BLOCK_N, BLOCK_K, STAGES, GROUP, A_ACROSS, B_ACROSS,
         )),
         (_copy, (
@@ -168,7 +169,7 @@ def product(out, halves, row, column, K: int, tile, depth: int, group: int, a_ac
     items = cdiv(M, 2 * ROWS) * cdiv(N, tile.N)
     launcher(_product_hopper_kernel)[(min(items, machine.sm_count()),)](
         *(shared(half, block) for half, block in zip(halves, (a_block, a_block, b_block, b_block))),
-        row, column, out, M, N, K, items,
+        row, column, out, out.stride(0), M, N, K, items,
         ROWS=ROWS, BLOCK_N=tile.N, BLOCK_K=depth, STAGES=tile.stages, GROUP=group, A_ACROSS=a_across, B_ACROSS=b_across,
         REGISTERS=REGISTERS, num_warps=4,
     )

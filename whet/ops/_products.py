@@ -14,9 +14,17 @@ from whet.ops._rows import unit_rows
 CONSUMER = ((8, 6), (8, 7), (8, 9), (12, 0), (12, 1))
 
 
+def float32_precision() -> str:
+    """torch.get_float32_matmul_precision(), or "chosen" where it was set by torch's newer names, which that does not read."""
+    try:
+        return torch.get_float32_matmul_precision()
+    except RuntimeError:
+        return "chosen"
+
+
 def by_halves(x: torch.Tensor) -> bool:
     """Whether a product of x is one of pairs of halves: in float32, where TF32 is not allowed, on GPUs made for it."""
-    if x.dtype != torch.float32 or not x.is_cuda or torch.get_float32_matmul_precision() != "highest":
+    if x.dtype != torch.float32 or not x.is_cuda or float32_precision() != "highest":
         return False
     return machine.triton_mode() == "gpu" and machine.this_machine().capability not in CONSUMER
 

@@ -12,8 +12,6 @@ Rounds  logits to x's dtype, as F.linear does; the softmax in fp32; its gradient
         1024 in the 14 bits of the tensor cores. Extra memory: a chunk two and a half times, x and w twice in a byte.
 """
 
-import functools
-
 import torch
 import torch.nn.functional as F
 import triton
@@ -24,6 +22,9 @@ from whet.ops import _cross_entropy as kernels
 from whet.ops._fp8 import LOWEST, rounded
 from whet.ops._fp8_loss import NO_FP8, fp8_refuses, run_fp8
 from whet.ops._loss_chunks import chunks, scaled, sum_dtype
+from whet.ops._loss_products import LossProducts
+from whet.ops._loss_products import inside as inside_products
+from whet.ops._products import floored
 from whet.ops._rows import KERNEL_DTYPES, unit_rows
 from whet.ops.cross_entropy import HOSTILE, KINDS, check_options, loss_pieces, options_of, some_options, some_targets
 from whet.ops.cross_entropy import reference as loss_of_logits
@@ -87,27 +88,8 @@ def cost(x, w, target, b=None, **options):
     product, given = 2 * x.numel() * w.shape[0], nbytes(x, w, target, b)
     how = "float8_e4m3fn" if options.get("precision") == "fp8" else ""
     bwd = dict(bwd_bytes=given + nbytes(x, w, b), bwd_flops=2 * product, bwd_dtype=how)
-    return Cost(bytes=given + 4, flops=product, dtype=how, **bwd)
-
-
-@functools.cache
-def adds_in_fp32() -> bool:
-    """Whether addmm takes half matrices and a float32 sum in one product on the GPU: PyTorch 2.10 and later."""
-    return tuple(int(n) for n in torch.__version__.split(".")[:2]) >= (2, 10)
-
-
-def add_product(dw, dz, x, first: bool):
-    """dw += dz.T @ x, or = when first."""
-    if dw.dtype == x.dtype:
-        torch.addmm(dw, dz.t(), x, beta=0 if first else 1, out=dw)
-    elif not dw.is_cuda:
-        torch.addmm(dw, dz.t().to(dw.dtype), x.to(dw.dtype), beta=0 if first else 1, out=dw)
-    elif first:
-        torch.mm(dz.t(), x, out_dtype=dw.dtype, out=dw)
-    elif adds_in_fp32():
-        torch.addmm(dw, dz.t(), x, out_dtype=dw.dtype, out=dw)
-    else:
-        dw.add_(torch.mm(dz.t(), x, out_dtype=dw.dtype))
+    made = Cost(bytes=given + 4, flops=product, dtype=how, **bwd)
+    return made if how else floored(made, x)
 
 
 def zero_rows(w: torch.Tensor) -> int:
@@ -135,7 +117,8 @@ class Walk:
         self.x, self.target = unit_rows(x), target.reshape(-1).contiguous()
         self.M, self.V = self.x.shape[0], w.shape[0]
         more = zero_rows(w) if self.M else 0
-        self.w, self.b, self.width = padded(w, more), padded(b, more), self.V + more
+        self.w, self.width = padded(w, more), self.V + more
+        self.products = LossProducts(self.w, padded(b, more))
         self.dx = torch.empty(x.shape if need_dx else 0, dtype=x.dtype, device=x.device)
         self.dw = torch.empty(self.w.shape if need_dw else 0, dtype=sum_dtype(w), device=x.device)
         self.db = torch.zeros(b.shape if need_db else 0, dtype=torch.float32, device=x.device)
@@ -149,18 +132,15 @@ class Walk:
         buffer = torch.empty(cuts[0].stop if cuts else 0, P, dtype=self.x.dtype, device=self.x.device)
         for cut in cuts:
             z = buffer[: cut.stop - cut.start]
-            if self.b.numel():
-                torch.addmm(self.b, self.x[cut], self.w.t(), out=z[:, : self.width])
-            else:
-                torch.mm(self.x[cut], self.w.t(), out=z[:, : self.width])
+            self.products.logits(self.x[cut], z[:, : self.width])
             yield cut, z
 
     def add(self, cut: slice, dz: torch.Tensor):
         dz = dz[:, : self.width]
         if self.dx.numel():
-            torch.mm(dz, self.w, out=self.dx.view(self.x.shape)[cut])
+            self.products.dx(dz, self.dx.view(self.x.shape)[cut])
         if self.dw.numel():
-            add_product(self.dw, dz, self.x[cut], first=cut.start == 0)
+            self.products.add_dw(self.dw, dz, self.x[cut], first=cut.start == 0)
         if self.db.numel():
             self.db += dz[:, : self.V].sum(0, dtype=torch.float32)
 
@@ -225,12 +205,13 @@ def inside_rows_backward(dloss, x, w, target, b, stats, ignore_index, smoothing,
 
 
 def inside(x, w, *_) -> int:
-    """Bytes of a chunk of logits, and of a padded w."""
+    """Bytes of a chunk of logits, of a padded w, and of what the products take besides."""
     (V, D), size = w.shape, x.element_size()
     width = V + zero_rows(w)
     row = triton.cdiv(width, COLUMNS) * COLUMNS * size
     cuts = chunks(x.numel() // D, row, width * D * size)
-    return (cuts[0].stop * row if cuts else 0) + (width * D * size if width > V else 0)
+    rows = cuts[0].stop if cuts else 0
+    return rows * row + (width * D * size if width > V else 0) + inside_products(x, width, D, rows, len(cuts))
 
 
 FUSED = Fused(

@@ -8,6 +8,7 @@ from whet.diagnose.target import Target, target_of
 from whet.diagnose.watch import Event, restored
 from whet.figures import figure, percent
 from whet.measure import compare
+from whet.ops._products import float32_precision
 from whet.race import tie
 
 PRODUCTS = ("aten::mm", "aten::addmm", "aten::bmm", "aten::baddbmm")  # what set_float32_matmul_precision applies to
@@ -21,13 +22,6 @@ def float32_flops(events: list[Event]) -> tuple[int, int]:
     """Flops of products of two float32 matrices, and of all ops."""
     single = sum(e.flops for e in events if e.op in PRODUCTS and all(t.dtype == torch.float32 for t in e.inputs))
     return single, sum(e.flops for e in events)
-
-
-def precision() -> str:
-    try:
-        return torch.get_float32_matmul_precision()
-    except RuntimeError:  # it was set by torch's newer names, which this function does not read: chosen, whatever it is
-        return "chosen"
 
 
 def worth_trying(flops: int, tflops: float, step_ms: float, idle_share: float) -> bool:
@@ -48,7 +42,7 @@ def at(setting: str, target: Target):
 
 
 def find(run: Run):
-    if precision() != "highest":
+    if float32_precision() != "highest":
         return
     flops, every = float32_flops(run.watched.events)
     if not flops or not worth_trying(flops, run.ceilings.tflops["float32"], run.step_ms, run.profile.idle_share):
@@ -68,7 +62,8 @@ def find(run: Run):
         'torch.get_float32_matmul_precision() is "highest" and there is no autocast',
         [f"the step takes {figure(now.ms)} ms, and {figure(then.ms)} ms with TF32 products, measured in turns",
          f"the largest: {largest.op} in {largest.module or 'the model'}, {' x '.join(str(t) for t in largest.inputs)}"],
-        fix='Call torch.set_float32_matmul_precision("high") before the first step (TF32: what is multiplied keeps 10 bits of '
+        fix="Call whet.optimize(model, batch): linear layers then run on tensor cores, as accurate as float32. Where less will "
+        'do, call torch.set_float32_matmul_precision("high") before the first step (TF32: what is multiplied keeps 10 bits of '
         "mantissa), or run the forward under torch.autocast in bfloat16; either changes the precision, so it is left to you",
         cost_ms=now.ms - then.ms, gain_ms=now.ms - then.ms, measured=True, module=largest.module, line=largest.line,
     )

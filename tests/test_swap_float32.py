@@ -1,0 +1,91 @@
+"""Linear layers in float32: where they are looked for, that the op serves them, and what is left as it was."""
+
+import pytest
+import torch
+from swapping import FAMILIES, GPT, built
+from test_swap_biases import TRITON, stepped
+from test_swap_families import tokens
+from torch import nn
+
+from whet.choices import Choices, Recorder
+from whet.ops import _products
+from whet.swap import Journal, float32_linear
+from whet.swap._optimize import together
+from whet.swap._proof import cast, prove
+from whet.swap._replace import as_call, recognise
+
+KIND = "float32_linear"
+
+
+@pytest.fixture
+def slow_here(monkeypatch):
+    """As on a GPU made for it: float32 alone is slow."""
+    monkeypatch.setattr(float32_linear, "by_halves", lambda w: w.dtype == torch.float32)
+
+
+def made(name: str) -> tuple:
+    if name == "plain":
+        torch.manual_seed(0)
+        return GPT().train(), as_call(tokens())
+    pytest.importorskip("transformers")
+    return built(name, torch.float32), as_call(cast(FAMILIES[name].batch(), torch.float32))
+
+
+@pytest.mark.parametrize("name, count", [("GPT2", 9), ("Llama", 11), ("ViT", 12), ("plain", 9)])
+def test_every_linear_layer_asks_the_op_with_the_models_loss_and_gradients(slow_here, name, count):
+    model, call = made(name)
+    want = stepped(model, call)
+    found = recognise(model, call, Choices(), only=(KIND,))
+    assert len(found.sites) == count and not found.left
+    recorder = Recorder()
+    found.ask(recorder)
+    model(*call.args, **call.kwargs)
+    assert sum(n for c, n in recorder.calls.values() if c.op == "linear") == count
+    for choices in (Choices(), TRITON):
+        found.restore()
+        verdict = prove(together(found, call), call, choices)
+        assert verdict.ok and verdict.share > 0, verdict.why
+        found.ask(choices)
+        loss, grads = stepped(model, call)
+        torch.testing.assert_close(loss, want[0])
+        assert grads.keys() == want[1].keys()
+        for n in grads:
+            torch.testing.assert_close(grads[n], want[1][n], msg=lambda text, n=n: f"{n}: {text}")
+
+
+def test_biases_of_these_layers_are_not_replaced_beside_them(slow_here):
+    model, call = made("plain")
+    found = recognise(model, call, Choices(), only=(KIND, "biased_linear"))
+    assert {s.kind for s, _ in found.sites} == {KIND}
+
+
+def test_few_rows_and_other_dtypes_run_as_they_were():
+    layer, recorder = nn.Linear(64, 64), Recorder()
+    Journal().make(float32_linear.edits_with(256)(layer, recorder))
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        assert layer(torch.randn(300, 64)).dtype == torch.bfloat16
+    layer(torch.randn(255, 64))
+    assert not recorder.calls
+    layer(torch.randn(4, 64, 64))
+    assert [(c.op, c.case["M"]) for c, _ in recorder.calls.values()] == [("linear", 256)]
+
+
+def test_nothing_is_looked_for_without_a_gpu_in_16_bits_or_where_tf32_is_allowed(monkeypatch):
+    model, call = made("plain")
+    if not torch.cuda.is_available():
+        assert not recognise(model, call, Choices(), only=(KIND,)).sites
+    weight = type("Weight", (), dict(dtype=torch.float32, is_cuda=True))()
+    here = type("Here", (), dict(capability=(9, 0)))
+    monkeypatch.setattr(_products.machine, "this_machine", here)
+    monkeypatch.setattr(_products.machine, "triton_mode", lambda: "gpu")
+    assert _products.by_halves(weight)
+    for precision in ("high", "chosen"):
+        monkeypatch.setattr(_products, "float32_precision", lambda precision=precision: precision)
+        assert not _products.by_halves(weight)
+    monkeypatch.undo()
+    monkeypatch.setattr(_products.machine, "triton_mode", lambda: "gpu")
+    monkeypatch.setattr(here, "capability", (8, 9))
+    monkeypatch.setattr(_products.machine, "this_machine", here)
+    assert not _products.by_halves(weight), "a consumer's GPU"
+    weight.dtype, here.capability = torch.bfloat16, (9, 0)
+    assert not _products.by_halves(weight)

@@ -1,0 +1,59 @@
+"""Linear layers in float32, which PyTorch multiplies without tensor cores: the op linear does with them, as accurately.
+
+Looked for where TF32 is not allowed, on GPUs whose tensor cores are that much faster. A layer that meets few rows runs as it
+is: its weight is then read for little more than to be split.
+"""
+
+import types
+from collections.abc import Iterator
+
+import torch
+from torch import nn
+
+from whet.alignment import SMALL
+from whet.ops._products import by_halves
+from whet.swap import Edit, Left, Met, Site
+from whet.swap._biases import covered_biases
+from whet.swap._few import rows_of
+from whet.swap._padded import Pads, matrix, plain, product_dtype, sizes
+from whet.swap._proof import plainly_called
+
+FEWEST = 256  # rows: a weight is read and written to be split, and read again
+NO_PADS = Pads(0, 0)
+
+
+def edits_with(fewest: int):
+    """fewest: never more than the proof's rows, or that would prove nothing."""
+    def edits(module: nn.Module, ops) -> list[Edit]:
+        op = ops.linear
+
+        def forward(self, input):
+            if rows_of(input) < fewest or input.dtype != torch.float32 or product_dtype(self) != torch.float32:
+                return type(self).forward(self, input)
+            y = op(input, matrix(self, NO_PADS))
+            return y if self.bias is None else y + self.bias
+
+        return [Edit(module, "forward", types.MethodType(forward, module))]
+
+    return edits
+
+
+def slow(module: nn.Module) -> bool:
+    """A plain linear layer, not too small to matter, whose product is in float32 and runs without tensor cores."""
+    if not plain(module) or product_dtype(module) != torch.float32:
+        return False
+    return min(sizes(module)) >= SMALL and by_halves(module.get_parameter("weight"))
+
+
+def find(model: nn.Module, met: dict[str, Met]) -> Iterator[Site | Left]:
+    for path, module in model.named_modules():
+        if path not in met or not slow(module):
+            continue
+        call = met[path]
+        if "forward" in vars(module) or not plainly_called(call):
+            yield Left(path, "it has a forward of its own, or is called with more than one tensor")
+            continue
+        (k, n), fewest = sizes(module), min(FEWEST, rows_of(call.args[0]))
+        yield Site(
+            path, module, edits_with(fewest), f"linear of {k} to {n} in float32", covers=covered_biases(path, module, ("",)),
+        )
