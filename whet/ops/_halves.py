@@ -18,13 +18,10 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 from whet import machine
 from whet.launch import launcher
 from whet.ops import _halves_hopper
-from whet.ops._halves_hopper import BY_TOPS, TOP
+from whet.ops._pairs import BY_TOPS, TOP, in_halves, magnitude, padded, power_below
 from whet.ops._rows import MAX_N, cdiv, power_of_two, programs, unit_rows
 from whet.ops.attention.common import has_descriptors
 
-SMALLEST = tl.constexpr(2.0**-111)  # scales below it have no inverse: such rows keep fewer of float16's powers of two unused
-EXPONENT = tl.constexpr(0x7F800000)  # these bits alone are the power of two at or below a positive float32
-ALIGN = 8  # halves in the 16 bytes that a descriptor wants each row to be a multiple of
 BLOCK_K = 64
 ELEMENTS, BLOCK_M, BLOCK_N, WARPS = 2048, 4, 512, 4  # of a splitting program: 16 values a thread
 PEAK_N, LOADS, PER_SM = 128, 4, 4  # columns of a program that looks for peaks, blocks of a turn, programs
@@ -60,19 +57,6 @@ class Halves(NamedTuple):
 
 
 @triton.jit
-def _power(peak):
-    """The power of two at or below each peak, no smaller than can be divided by."""
-    return tl.maximum((peak.to(tl.int32, bitcast=True) & EXPONENT).to(tl.float32, bitcast=True), SMALLEST)
-
-
-@triton.jit
-def _magnitude(x):
-    """|x|, and 0 for what is no number, so that it scales nothing."""
-    size = tl.abs(x)
-    return tl.where(size < float("inf"), size, 0.0)
-
-
-@triton.jit
 def _scaled(at, factor_ptr, n, inside, N):
     x = tl.load(at, mask=inside, other=0.0)
     if factor_ptr is not None:
@@ -82,10 +66,9 @@ def _scaled(at, factor_ptr, n, inside, N):
 
 @triton.jit
 def _store_halves(hi_ptr, lo_ptr, at, scaled, inside):
-    hi = scaled.to(tl.float16)
-    rest = scaled - hi.to(tl.float32)
+    hi, lo = in_halves(scaled)
     tl.store(hi_ptr + at, hi, mask=inside)
-    tl.store(lo_ptr + at, tl.where(rest == rest, rest, 0.0).to(tl.float16), mask=inside)  # inf - inf: hi says it all
+    tl.store(lo_ptr + at, lo, mask=inside)
 
 
 @triton.jit
@@ -109,14 +92,14 @@ def _split_rows_kernel(
     for start in range(0, BLOCK_N if IS_WHOLE else P, BLOCK_N):
         n = start + at
         x = _scaled(x_ptr + m[:, None] * stride_xm + n[None, :], factor_ptr, n, in_rows & (n < N)[None, :], N)
-        peak = tl.maximum(peak, _magnitude(x))
+        peak = tl.maximum(peak, magnitude(x))
         if IS_WHOLE:
-            scale = _power(tl.max(peak, axis=1))
+            scale = power_below(tl.max(peak, axis=1))
             tl.store(scale_ptr + m, scale, mask=m < M)
             into = TOP / scale
             _store_halves(hi_ptr, lo_ptr, m[:, None] * P + n[None, :], x * into[:, None], in_rows & (n < P)[None, :])
     if not IS_WHOLE:
-        scale = _power(tl.max(peak, axis=1))
+        scale = power_below(tl.max(peak, axis=1))
         tl.store(scale_ptr + m, scale, mask=m < M)
         into = TOP / scale
         for start in range(0, P, BLOCK_N):
@@ -145,7 +128,7 @@ def _column_peaks_kernel(
         for j in tl.static_range(LOADS):
             m = ((i * LOADS + j) * BLOCK_M + tl.arange(0, BLOCK_M)).to(tl.int64)
             x = tl.load(x_ptr + m[:, None] * stride_xm + n[None, :], mask=(m < M)[:, None] & in_row, other=0.0)
-            peak = tl.maximum(peak, _magnitude(x * tl.load(factor_ptr + m, mask=m < M, other=0.0)[:, None]))
+            peak = tl.maximum(peak, magnitude(x * tl.load(factor_ptr + m, mask=m < M, other=0.0)[:, None]))
     tl.atomic_max(peak_ptr + n, tl.max(peak, axis=0).to(tl.int32, bitcast=True), mask=n < N, sem="relaxed")
 
 
@@ -165,7 +148,7 @@ def _split_columns_kernel(
     """
     m = tl.program_id(0).to(tl.int64) * BLOCK_M + tl.arange(0, BLOCK_M)
     n = tl.program_id(1) * BLOCK_N + tl.arange(0, BLOCK_N)
-    scale = _power(tl.load(peak_ptr + n, mask=n < N, other=0).to(tl.float32, bitcast=True))
+    scale = power_below(tl.load(peak_ptr + n, mask=n < N, other=0).to(tl.float32, bitcast=True))
     tl.store(scale_ptr + n, scale, mask=(n < N) & (tl.program_id(0) == 0))
     x = tl.load(x_ptr + m[:, None] * stride_xm + n[None, :], mask=(m < M)[:, None] & (n < N)[None, :], other=0.0)
     into = TOP / scale
@@ -225,10 +208,6 @@ def _product_kernel(
     if column_ptr is not None:
         acc = acc * tl.load(column_ptr + n, mask=n < N, other=0.0)[None, :]
     tl.store(out_ptr + m[:, None].to(tl.int64) * stride_om + n[None, :], acc, mask=(m < M)[:, None] & (n < N)[None, :])
-
-
-def padded(N: int) -> int:
-    return -(-N // ALIGN) * ALIGN
 
 
 def split_rows(x: torch.Tensor, factor: torch.Tensor | None = None) -> Halves:

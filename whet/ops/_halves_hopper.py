@@ -18,12 +18,11 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from whet import machine
 from whet.launch import launcher
+from whet.ops._pairs import BY_TOPS
 from whet.ops._rows import cdiv
 from whet.ops.attention.hopper import shared_layout
 
 ROWS = 64  # of one warpgroup
-TOP = gl.constexpr(2.0**14)  # the largest half of a row lies from here to twice that: below float16's largest, 65504
-BY_TOPS = gl.constexpr(2.0**-28)  # what undoes that, of two operands
 REGISTERS = 240  # a thread's in a warpgroup that computes; the warp that copies keeps 24
 
 

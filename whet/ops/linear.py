@@ -10,7 +10,8 @@ import torch.nn.functional as F
 
 from whet.compiled import compiled
 from whet.op import Cost, Impl, Op, autocast_of, floating, lay, layout_of, nbytes, same_device
-from whet.ops._halves import Halves, multiply_across, multiply_back, padded, product, split_rows
+from whet.ops._halves import Halves, multiply_across, multiply_back, product, split_rows
+from whet.ops._pairs import padded
 from whet.ops._products import floored
 from whet.ops._rows import unit_rows
 from whet.parts import row_pieces

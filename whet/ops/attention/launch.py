@@ -7,8 +7,9 @@ import torch
 
 from whet import machine
 from whet.op import Impl
+from whet.ops._pairs import padded
 from whet.ops._rows import KERNEL_DTYPES
-from whet.ops.attention import fp8, hybrid
+from whet.ops.attention import float32, fp8, hybrid
 from whet.ops.attention.backward import backward
 from whet.ops.attention.common import LN2, Tile, block_d, has_descriptors, shaped
 from whet.ops.attention.forward import forward
@@ -186,6 +187,50 @@ CUDNNS = registered("attention_cudnn_bwd", "triton_cudnn_bwd", launch_forward, l
 IN_FP8 = registered("attention_fp8", "triton_fp8", fp8.forward, launch_fp8_backward, _fake_fp8, _fake_fp8_backward)
 
 
+def launch_float32_backward(do, dlse, q, k, v, peaks, o, lse, scale, offset, left, right):
+    do, dlse = upstream(do, dlse, o, lse, k, offset, left, right)
+    return float32.backward(do, dlse, q, k, v, peaks, o, lse, scale, offset, left, right)
+
+
+def _fake_float32(q, k, v, scale, offset, left, right):
+    halves = (t.new_empty((2 * t.shape[0], *t.shape[1:3], padded(t.shape[3])), dtype=torch.float16) for t in (q, k, v))
+    peaks = q.new_empty(sum(float32.heads(q.shape[0], q.shape[1], k.shape[1])), dtype=torch.int32)
+    return q.new_empty(q.shape), q.new_empty(q.shape[:3]), *halves, peaks
+
+
+def _fake_float32_backward(do, dlse, q, k, v, peaks, o, lse, scale, offset, left, right):
+    return tuple(o.new_empty((o.shape[0], *t.shape[1:3], o.shape[3])) for t in (q, k, v))
+
+
+IN_HALVES = Fused(
+    "attention_float32",
+    "(Tensor q, Tensor k, Tensor v, float scale, int offset, int left, int right)"
+    " -> (Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)", float32.forward, _fake_float32,
+    "(Tensor? do, Tensor? dlse, Tensor q, Tensor k, Tensor v, Tensor peaks, Tensor o, Tensor lse,"
+    " float scale, int offset, int left, int right) -> (Tensor, Tensor, Tensor)",
+    launch_float32_backward, _fake_float32_backward,
+    save=lambda args, results: ((*results[2:], *results[:2]), args[3:]),
+    grads_to=(0, 1, 2, None, None, None, None), n_out=2, grads_from=((0, 1), (0, 1), (0,)), label="attention[triton_float32]",
+)
+
+
+def float32_refuses(q, k, v, causal=None, window=None, scale=None, return_lse=False, precision=None):
+    if precision is not None:
+        return NO_FP8
+    if dtype_of(q) != torch.float32:
+        return f"q, k and v must be float32, got {dtype_of(q)}: of 16 bits there is no half to add"
+    if q.shape[3] > float32.MAX_D:
+        return f"the head size must be at most {float32.MAX_D}, got {q.shape[3]}"
+    return kernel_refuses(q, k, v, causal, window, scale, return_lse, precision)
+
+
+def run_float32(q, k, v, causal=None, window=None, scale=None, return_lse=False, precision=None):
+    offset, left, right = span(causal, window, q.shape[2], k.shape[2])
+    left, right = (-1 if limit is None else limit for limit in (left, right))
+    o, lse = IN_HALVES(q, k, v, float(scale_of(scale, q)), offset, left, right)
+    return (o, lse * LN2) if return_lse else o
+
+
 def fp8_tiles(q, k, v, causal=None, window=None, scale=None, return_lse=False, precision=None) -> tuple[str, ...]:
     return fp8.TILES[fp8.padded(q.shape[3])][1:]
 
@@ -257,6 +302,11 @@ IMPLS = {
             "precision='fp8'", "dtypes other than fp16, bf16", f"head sizes over {hybrid.MAX_D} or no multiple of 8",
             "empty inputs", "a single query", "a window, or bottom-right where the lengths differ", *LIMITS[1:],
         ),
+    ),
+    "triton_float32": Impl(
+        run_float32, float32_refuses, needs="triton", words="whet's own kernel, float32 products by pairs of halves",
+        limits=("precision='fp8'", "dtypes other than fp32", f"head sizes over {float32.MAX_D}", *LIMITS[2:]),
+        spills="at head sizes over 64 the sum of dk beside a tile's products takes a few bytes more than there are",
     ),
     "triton_fp8": Impl(
         runner(IN_FP8), fp8_refuses, needs="triton", capability=(8, 9),
