@@ -14,7 +14,7 @@ from whet.compiled import compiled
 from whet.launch import launcher
 from whet.op import Cost, Impl, Op, autocast_of, floating, lay, layout_of, nbytes, same_device
 from whet.ops._phi import _gelu_factor
-from whet.ops._products import floored, multiply, multiply_across, multiply_back
+from whet.ops._products import floored, inside_end, inside_end_backward, multiply, multiply_across, multiply_back
 from whet.ops._rows import KERNEL_DTYPES, cdiv, unit_rows
 from whet.ops.gelu import reference as gelu_reference
 from whet.parts import row_pieces
@@ -169,6 +169,14 @@ def _save(args, results):
     return (x, w if need_dx else None), (activation, need_dx, need_dw)
 
 
+def inside(x, w, *rest) -> int:
+    return inside_end(x, x.numel() // max(1, x.shape[-1]), x.shape[-1], w.shape[0])
+
+
+def inside_backward(dy, x, *rest) -> int:
+    return inside_end_backward(dy, x.numel() // max(1, x.shape[-1]), x.shape[-1], dy.shape[-1])
+
+
 FUSED = Fused(
     "activated_linear",
     "(Tensor x, Tensor w, str activation, bool need_dx, bool need_dw) -> Tensor", forward,
@@ -176,7 +184,7 @@ FUSED = Fused(
     "(Tensor dy, Tensor x, Tensor? w, str activation, bool need_dx, bool need_dw) -> (Tensor, Tensor)",
     backward, _bwd_fake,
     save=_save,
-    grads_to=(0, 1, None, None, None),
+    grads_to=(0, 1, None, None, None), inside=inside, bwd_inside=inside_backward,
 )
 
 

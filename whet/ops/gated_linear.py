@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from whet.compiled import compiled
 from whet.op import Cost, Impl, Op, autocast_of, floating, lay, layout_of, nbytes, same_device
 from whet.ops import _gated
-from whet.ops._products import floored, multiply, multiply_across, multiply_back
+from whet.ops._products import floored, inside_end, inside_end_backward, multiply, multiply_across, multiply_back
 from whet.ops._rows import KERNEL_DTYPES, unit_rows
 from whet.ops.geglu import NAMES
 from whet.ops.geglu import reference as geglu_reference
@@ -103,6 +103,15 @@ def _save(args, results):
     return (*gated, w if need_dgate else None), (activation, need_dgate, need_dw)
 
 
+def inside(gate, up, w, *rest) -> int:
+    return inside_end(gate, gate.numel() // max(1, gate.shape[-1]), w.shape[1], w.shape[0])
+
+
+def inside_backward(dy, gate, up, *rest) -> int:
+    N = gate.shape[-1] // (2 if up is None else 1)
+    return inside_end_backward(dy, gate.numel() // max(1, gate.shape[-1]), N, dy.shape[-1])
+
+
 FUSED = Fused(
     "gated_linear",
     "(Tensor gate, Tensor up, Tensor w, str activation, bool need_dgate, bool need_dw) -> Tensor", forward,
@@ -110,7 +119,7 @@ FUSED = Fused(
     "(Tensor dy, Tensor gate, Tensor up, Tensor? w, str activation, bool need_dgate, bool need_dw) -> (Tensor, Tensor, Tensor)",
     backward, _bwd_fake,
     save=_save,
-    grads_to=(0, 1, 2, None, None, None),
+    grads_to=(0, 1, 2, None, None, None), inside=inside, bwd_inside=inside_backward,
 )
 PACKED = Fused(
     "gated_linear_packed",
@@ -121,7 +130,8 @@ PACKED = Fused(
     lambda dy, gate, *rest: _without_up(backward(dy, gate, None, *rest)),
     lambda dy, gate, *rest: _without_up(_bwd_fake(dy, gate, None, *rest)),
     save=_save,
-    grads_to=(0, 1, None, None, None),
+    grads_to=(0, 1, None, None, None), inside=lambda gate, w, *rest: inside(gate, None, w),
+    bwd_inside=lambda dy, gate, *rest: inside_backward(dy, gate, None),
 )
 
 

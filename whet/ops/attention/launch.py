@@ -224,13 +224,6 @@ def float32_refuses(q, k, v, causal=None, window=None, scale=None, return_lse=Fa
     return kernel_refuses(q, k, v, causal, window, scale, return_lse, precision)
 
 
-def run_float32(q, k, v, causal=None, window=None, scale=None, return_lse=False, precision=None):
-    offset, left, right = span(causal, window, q.shape[2], k.shape[2])
-    left, right = (-1 if limit is None else limit for limit in (left, right))
-    o, lse = IN_HALVES(q, k, v, float(scale_of(scale, q)), offset, left, right)
-    return (o, lse * LN2) if return_lse else o
-
-
 def fp8_tiles(q, k, v, causal=None, window=None, scale=None, return_lse=False, precision=None) -> tuple[str, ...]:
     return fp8.TILES[fp8.padded(q.shape[3])][1:]
 
@@ -268,12 +261,13 @@ def fp8_refuses(q, k, v, causal=None, window=None, scale=None, return_lse=False,
     return kernel_refuses(q, k, v, causal, window, scale, return_lse, precision)
 
 
-def runner(op: Fused):
+def runner(op: Fused, tiled: bool = True):
+    """tiled: the kernel is told its tile."""
     def run(q, k, v, causal=None, window=None, scale=None, return_lse=False, precision=None, tile=""):
         q, k, v = (t.to(dtype_of(q)) for t in (q, k, v))
         offset, left, right = span(causal, window, q.shape[2], k.shape[2])
         left, right = (-1 if limit is None else limit for limit in (left, right))
-        o, lse = op(q, k, v, float(scale_of(scale, q)), offset, left, right, tile)
+        o, lse = op(q, k, v, float(scale_of(scale, q)), offset, left, right, *((tile,) if tiled else ()))
         return (o, lse * LN2) if return_lse else o  # from base 2, in which the kernels keep it
 
     return run
@@ -304,7 +298,8 @@ IMPLS = {
         ),
     ),
     "triton_float32": Impl(
-        run_float32, float32_refuses, needs="triton", words="whet's own kernel, float32 products by pairs of halves",
+        runner(IN_HALVES, tiled=False), float32_refuses, needs="triton",
+        words="whet's own kernel, float32 products by pairs of halves",
         limits=("precision='fp8'", "dtypes other than fp32", f"head sizes over {float32.MAX_D}", *LIMITS[2:]),
         spills="at head sizes over 64 the sum of dk beside a tile's products takes a few bytes more than there are",
     ),
