@@ -25,6 +25,7 @@ from whet.ops.attention.common import has_descriptors
 BLOCK_K = 64
 ELEMENTS, BLOCK_M, BLOCK_N, WARPS = 2048, 4, 512, 4  # of a splitting program: 16 values a thread
 PEAK_N, LOADS, PER_SM = 128, 4, 4  # columns of a program that looks for peaks, blocks of a turn, programs
+CHUNK_BYTES = 64 << 20  # of an upstream gradient's halves: it is the largest of what a backward holds, and they as large
 GROUP = 8  # rows of tiles that programs walk together, so that they meet in L2
 
 
@@ -310,12 +311,52 @@ def multiply(x: torch.Tensor, w: torch.Tensor, out: Given = None, of_w: Halves |
 
 
 def multiply_back(dy: torch.Tensor, w: torch.Tensor, out: Given = None, of_w: Halves | None = None) -> torch.Tensor:
-    """dy @ w of (M, N) and (N, K): it sums over w's rows, whose scales go to dy as factors."""
+    """dy @ w of (M, N) and (N, K): it sums over w's rows, whose scales go to dy as factors. Some rows of dy at a time."""
     (N, K), of_w = w.shape, of_w or split_rows(unit_rows(w))
-    return product(split_rows(unit_rows(dy), of_w.scale), of_w.values, len(dy), K, N, b_across=True, out=out)
+    out = torch.empty(len(dy), K, dtype=torch.float32, device=dy.device) if out is None else out
+    for cut in cuts(len(dy), N, K):
+        some = unit_rows(dy[cut])
+        product(split_rows(some, of_w.scale), of_w.values, len(some), K, N, b_across=True, out=out[cut])
+    return out
 
 
-def multiply_across(dy: torch.Tensor, x: Halves, K: int, out: Given = None) -> torch.Tensor:
-    """dy.T @ x of (M, N) and the halves of (M, K): it sums over x's rows, whose scales go to dy as factors."""
-    M, N = dy.shape
-    return product(split_columns(unit_rows(dy), x.scale), x.values, N, K, M, a_across=True, b_across=True, out=out)
+def multiply_across(dy: torch.Tensor, x: torch.Tensor, out: Given = None) -> torch.Tensor:
+    """dy.T @ x of (M, N) and (..., K): it sums over x's rows, whose scales are factors of dy. Some columns of dy at a time."""
+    (M, N), of_x, K = dy.shape, split_rows(unit_rows(x)), x.shape[-1]
+    out = torch.empty(N, K, dtype=torch.float32, device=dy.device) if out is None else out
+    for cut in cuts(N, M, K):
+        some = unit_rows(dy)[:, cut]
+        halves = split_columns(some, of_x.scale)
+        product(halves, of_x.values, some.shape[1], K, M, a_across=True, b_across=True, out=out[cut])
+    return out
+
+
+def cuts(size: int, length: int, across: int) -> list[slice]:
+    """A dimension cut into parts, whole tiles each, of which the halves of one take no more than CHUNK_BYTES.
+
+    A part's result, by `across`, has a tile for nearly each multiprocessor: a part is larger where it must be for that.
+    """
+    tile = HOPPER[0]
+    least = tile.M * cdiv(machine.sm_count() * 9 // 10, cdiv(max(1, across), tile.N))
+    most = max(tile.M, CHUNK_BYTES // (4 * max(1, length)))
+    parts = max(1, min(cdiv(size, most), size // max(tile.M, least)))
+    step = cdiv(cdiv(max(1, size), parts), tile.M) * tile.M
+    return [slice(start, min(start + step, size)) for start in range(0, max(1, size), step)]
+
+
+def bytes_of_chunk(size: int, length: int, across: int) -> int:
+    """Of a dimension's parts, the halves of the largest."""
+    return 4 * padded(length) * cuts(size, length, across)[0].stop
+
+
+def bytes_of(M: int, N: int, K: int) -> int:
+    """What `multiply` allocates beside its result: halves of both operands."""
+    return 4 * padded(K) * (M + N)
+
+
+def bytes_of_back(M: int, N: int, K: int) -> int:
+    return 4 * padded(K) * N + bytes_of_chunk(M, N, K)
+
+
+def bytes_of_across(M: int, N: int, K: int) -> int:
+    return 4 * padded(K) * M + bytes_of_chunk(N, M, K)

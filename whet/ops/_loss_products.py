@@ -46,8 +46,7 @@ class LossProducts:
     def add_dw(self, dw, dz, x, first: bool) -> None:
         """dw += dz.T @ x, or = when first."""
         if self.halves:
-            of_x = _halves.split_rows(x)
-            made = _halves.multiply_across(dz, of_x, x.shape[1], out=dw if first else None)
+            made = _halves.multiply_across(dz, x, out=dw if first else None)
             if not first:
                 dw += made
         elif dw.dtype == x.dtype:
@@ -63,5 +62,7 @@ class LossProducts:
 
 
 def inside(x, V: int, D: int, rows: int, chunks: int) -> int:
-    """Bytes that these take besides: w's halves, a chunk's, and from the second chunk on what is added to dw."""
-    return 4 * (V * D + rows * V + (V * D if chunks > 1 else 0)) if by_halves(x) else 0
+    """Bytes that these take besides: w's halves, a part of a chunk's, and from the second chunk on what is added to dw."""
+    if not by_halves(x):
+        return 0
+    return 4 * V * D * (2 if chunks > 1 else 1) + max(_halves.bytes_of_chunk(rows, V, D), _halves.bytes_of_across(rows, V, D))

@@ -48,14 +48,20 @@ def multiply_back(dy: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
 
 def multiply_across(dy: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
     """dy.T @ x of matrices: the gradient of w."""
-    return _halves.multiply_across(dy, _halves.split_rows(unit_rows(x)), x.shape[1]) if by_halves(dy) else dy.t() @ x
+    return _halves.multiply_across(dy, x) if by_halves(dy) else dy.t() @ x
 
 
 def inside_end(x: torch.Tensor, M: int, N: int, D: int) -> int:
     """Bytes that the end of an MLP takes besides, forward: what is activated, (M, N), and halves of that and of w, (D, N)."""
-    return M * N * x.element_size() + (4 * (M * N + D * N) if by_halves(x) else 0)
+    return M * N * x.element_size() + (_halves.bytes_of(M, D, N) if by_halves(x) else 0)
 
 
-def inside_end_backward(dy: torch.Tensor, M: int, N: int, D: int) -> int:
-    """Backward: the gradient of what is activated, the halves of dy, and those of w, or then of what is activated."""
-    return M * N * dy.element_size() + (4 * (M * D + max(D, M) * N) if by_halves(dy) else 0)
+def inside_end_backward(dy: torch.Tensor, M: int, N: int, D: int, given: int) -> int:
+    """Backward: the gradient of what is activated; by halves the rest is let go before the gradients of what was given come.
+
+    given   M * N times so many values
+    """
+    if not by_halves(dy):
+        return M * N * dy.element_size()
+    more = max(_halves.bytes_of_back(M, D, N), _halves.bytes_of_across(M, D, N))
+    return 4 * M * N + max(0, more - 4 * given * M * N)

@@ -12,9 +12,9 @@ import triton.language as tl
 
 from whet.compiled import compiled
 from whet.launch import launcher
-from whet.op import Cost, Impl, Op, autocast_of, floating, lay, layout_of, nbytes, same_device
+from whet.op import Cost, Impl, Op, autocast_of, floating, lay, layout_of, nbytes, rows, same_device
 from whet.ops._phi import _gelu_factor
-from whet.ops._products import floored, inside_end, inside_end_backward, multiply, multiply_across, multiply_back
+from whet.ops._products import by_halves, floored, inside_end, inside_end_backward, multiply, multiply_across, multiply_back
 from whet.ops._rows import KERNEL_DTYPES, cdiv, unit_rows
 from whet.ops.gelu import reference as gelu_reference
 from whet.parts import row_pieces
@@ -145,18 +145,20 @@ def forward(x, w, activation, need_dx, need_dw):
 
 
 def backward(dy, x, w, activation, need_dx, need_dw):
-    """dx and dw, each of no elements where it is not asked for."""
-    flat, none = unit_rows(dy), dy.new_empty(0)
+    """dx and dw, each of no elements where it is not asked for. By halves dw comes first: they are let go before dx is made."""
+    flat, dw = unit_rows(dy), dy.new_empty(0)
+    first = need_dw and (not need_dx or by_halves(dy))
+    if first:
+        dw = multiply_across(flat, rows(activated(x, activation)))
     if not need_dx:
-        h = activated(x, activation)
-        return none, multiply_across(flat, h.view(-1, h.shape[-1]))
+        return dy.new_empty(0), dw
     h = multiply_back(flat, w)  # dh until the kernel has run
     dx = torch.empty_like(x, memory_format=torch.contiguous_format)
     if numel := dx.numel():
         launcher(_act_bwd_kernel)[(cdiv(numel, BLOCK),)](
-            h, x.contiguous(), dx, numel, **formula(activation), AGAIN=need_dw, BLOCK=BLOCK, num_warps=WARPS
+            h, x.contiguous(), dx, numel, **formula(activation), AGAIN=need_dw and not first, BLOCK=BLOCK, num_warps=WARPS
         )
-    return dx, multiply_across(flat, h) if need_dw else none
+    return dx, multiply_across(flat, h) if need_dw and not first else dw
 
 
 def _bwd_fake(dy, x, w, activation, need_dx, need_dw):
@@ -174,7 +176,7 @@ def inside(x, w, *rest) -> int:
 
 
 def inside_backward(dy, x, *rest) -> int:
-    return inside_end_backward(dy, x.numel() // max(1, x.shape[-1]), x.shape[-1], dy.shape[-1])
+    return inside_end_backward(dy, x.numel() // max(1, x.shape[-1]), x.shape[-1], dy.shape[-1], given=1)
 
 
 FUSED = Fused(

@@ -10,9 +10,9 @@ import torch
 import torch.nn.functional as F
 
 from whet.compiled import compiled
-from whet.op import Cost, Impl, Op, autocast_of, floating, lay, layout_of, nbytes, same_device
+from whet.op import Cost, Impl, Op, autocast_of, floating, lay, layout_of, nbytes, rows, same_device
 from whet.ops import _gated
-from whet.ops._products import floored, inside_end, inside_end_backward, multiply, multiply_across, multiply_back
+from whet.ops._products import by_halves, floored, inside_end, inside_end_backward, multiply, multiply_across, multiply_back
 from whet.ops._rows import KERNEL_DTYPES, unit_rows
 from whet.ops.geglu import NAMES
 from whet.ops.geglu import reference as geglu_reference
@@ -74,17 +74,22 @@ def forward(gate, up, w, activation, need_dgate, need_dw):
 
 
 def backward(dy, gate, up, w, activation, need_dgate, need_dw):
-    """dgate, dup and dw, each of no elements where it is not asked for. dup: None where gate is packed."""
+    """dgate, dup and dw, each of no elements where it is not asked for. dup: None where gate is packed.
+
+    By halves dw comes first: they are let go before dgate and dup are there.
+    """
     flat, none = unit_rows(dy), dy.new_empty(0)
+    dw, first = none, need_dw and (not need_dgate or by_halves(dy))
+    if first:
+        dw = multiply_across(flat, rows(activated(gate, up, activation)))
     if not need_dgate:
-        h = activated(gate, up, activation)
-        return none, None if up is None else none, multiply_across(flat, h.view(-1, h.shape[-1]))
+        return none, None if up is None else none, dw
     h = multiply_back(flat, w)  # dh until the kernel has run
     if up is None:
-        dgate, dup = _gated.backward_packed(h, gate, activation, need_dw), None
+        dgate, dup = _gated.backward_packed(h, gate, activation, need_dw and not first), None
     else:
-        dgate, dup = _gated.backward(h, gate, up, activation, need_dw)
-    return dgate, dup, multiply_across(flat, h) if need_dw else none
+        dgate, dup = _gated.backward(h, gate, up, activation, need_dw and not first)
+    return dgate, dup, multiply_across(flat, h) if need_dw and not first else dw
 
 
 def _bwd_fake(dy, gate, up, w, activation, need_dgate, need_dw):
@@ -109,7 +114,7 @@ def inside(gate, up, w, *rest) -> int:
 
 def inside_backward(dy, gate, up, *rest) -> int:
     N = gate.shape[-1] // (2 if up is None else 1)
-    return inside_end_backward(dy, gate.numel() // max(1, gate.shape[-1]), N, dy.shape[-1])
+    return inside_end_backward(dy, gate.numel() // max(1, gate.shape[-1]), N, dy.shape[-1], given=2)
 
 
 FUSED = Fused(

@@ -10,8 +10,7 @@ import torch.nn.functional as F
 
 from whet.compiled import compiled
 from whet.op import Cost, Impl, Op, autocast_of, floating, lay, layout_of, nbytes, same_device
-from whet.ops._halves import Halves, multiply_across, multiply_back, product, split_rows
-from whet.ops._pairs import padded
+from whet.ops import _halves
 from whet.ops._products import floored
 from whet.ops._rows import unit_rows
 from whet.parts import row_pieces
@@ -51,54 +50,42 @@ def cost(x, w):
 
 
 def forward(x, w, need_dx, need_dw):
-    """y, and x's halves with their scales where w asks for a gradient: as many bytes as x, which need not be kept."""
-    flat, N = unit_rows(x), w.shape[0]
-    (M, K), of_x, of_w = flat.shape, split_rows(flat), split_rows(unit_rows(w))
-    y = product(of_x, of_w.values, M, N, K, of_w.scale).view(*x.shape[:-1], N)
-    return (y, *of_x) if need_dw else (y, of_x.values.new_empty(0), of_x.scale.new_empty(0))
+    return _halves.multiply(unit_rows(x), w).view(*x.shape[:-1], w.shape[0])
 
 
-def _fake(x, w, need_dx, need_dw):
-    M, P = x.numel() // max(1, x.shape[-1]), padded(x.shape[-1])
-    kept = ((2, M, P), M) if need_dw else (0, 0)
-    return x.new_empty((*x.shape[:-1], w.shape[0])), x.new_empty(kept[0], dtype=torch.float16), x.new_empty(kept[1])
-
-
-def backward(dy, w, values, scale, need_dx, need_dw, K):
+def backward(dy, x, w, need_dx, need_dw):
     """dx and dw, each of no elements where it is not asked for."""
     flat, none = unit_rows(dy), dy.new_empty(0)
-    dx = multiply_back(flat, w).view(*dy.shape[:-1], K) if need_dx else none
-    return dx, multiply_across(flat, Halves(values, scale), K) if need_dw else none
+    dx = _halves.multiply_back(flat, w).view(*dy.shape[:-1], w.shape[1]) if need_dx else none
+    return dx, _halves.multiply_across(flat, x) if need_dw else none
 
 
-def _bwd_fake(dy, w, values, scale, need_dx, need_dw, K):
-    return dy.new_empty((*dy.shape[:-1], K) if need_dx else 0), dy.new_empty((dy.shape[-1], K) if need_dw else 0)
+def _bwd_fake(dy, x, w, need_dx, need_dw):
+    dx = dy.new_empty((*dy.shape[:-1], w.shape[1]) if need_dx else 0)
+    return dx, dy.new_empty((dy.shape[-1], x.shape[-1]) if need_dw else 0)
 
 
 def _save(args, results):
-    """w only where dx asks for it; of x what the forward kept of it."""
+    """x only where dw asks for it, w only where dx does. Not x's halves: x is often kept anyway, by what made it."""
     x, w, need_dx, need_dw = args
-    _, values, scale = results
-    return (w if need_dx else None, values, scale), (need_dx, need_dw, x.shape[-1])
+    return (x if need_dw else None, w if need_dx else None), (need_dx, need_dw)
 
 
-def inside(x, w, need_dx, need_dw) -> int:
-    """w's halves; x's where they are not kept."""
-    M, P = x.numel() // max(1, x.shape[-1]), padded(w.shape[1])
-    return 4 * P * (w.shape[0] + (0 if need_dw else M))
+def inside(x, w, *need) -> int:
+    return _halves.bytes_of(x.numel() // max(1, x.shape[-1]), *w.shape)
 
 
-def inside_backward(dy, w, values, scale, need_dx, need_dw, K) -> int:
-    """dy's halves, beside those of w while dx is made."""
+def inside_backward(dy, x, w, need_dx, need_dw) -> int:
     M, N = dy.numel() // max(1, dy.shape[-1]), dy.shape[-1]
-    return 4 * padded(N) * M + (4 * padded(K) * N if need_dx else 0)
+    back = _halves.bytes_of_back(M, *w.shape) if need_dx else 0
+    return max(back, _halves.bytes_of_across(M, N, x.shape[-1]) if need_dw else 0)
 
 
 FUSED = Fused(
     "linear",
-    "(Tensor x, Tensor w, bool need_dx, bool need_dw) -> (Tensor, Tensor, Tensor)", forward, _fake,
-    "(Tensor dy, Tensor? w, Tensor values, Tensor scale, bool need_dx, bool need_dw, int K) -> (Tensor, Tensor)",
-    backward, _bwd_fake,
+    "(Tensor x, Tensor w, bool need_dx, bool need_dw) -> Tensor", forward,
+    lambda x, w, *need: x.new_empty((*x.shape[:-1], w.shape[0])),
+    "(Tensor dy, Tensor? x, Tensor? w, bool need_dx, bool need_dw) -> (Tensor, Tensor)", backward, _bwd_fake,
     save=_save,
     grads_to=(0, 1, None, None), inside=inside, bwd_inside=inside_backward,
 )

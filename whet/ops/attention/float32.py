@@ -310,21 +310,26 @@ def heads(B: int, H: int, Hkv: int) -> list[int]:
     return [B * H, B * Hkv, B * Hkv]
 
 
+def shorn(o: torch.Tensor, D: int) -> torch.Tensor:
+    """Without the padding, rows of all heads beside each other."""
+    return o if o.shape[3] == D else o.transpose(1, 2)[..., :D].contiguous().transpose(1, 2)
+
+
 def forward(q, k, v, scale, offset, left, right):
     """o, the log-sum-exp in base 2, the halves of q, k and v, and the peaks of their heads, one after the other."""
     (B, H, Lq, D), (Hkv, Lk) = q.shape, k.shape[1:3]
-    o, lse = q.new_empty(B, H, Lq, padded(D)), q.new_empty(B, H, Lq)
+    o, lse = q.new_empty(B, Lq, H, padded(D)).transpose(1, 2), q.new_empty(B, H, Lq)  # as a projection takes it
     peaks = torch.zeros(sum(heads(B, H, Hkv)), dtype=torch.int32, device=q.device)
     of = peaks.split(heads(B, H, Hkv))
     halves = [split(t, peak) for t, peak in zip((q, k, v), of)]
     if not (o.numel() and Lk):
-        return o.zero_()[..., :D], lse.fill_(float("-inf")), *halves, peaks
+        return shorn(o.zero_(), D), lse.fill_(float("-inf")), *halves, peaks
     t = Tile.read(TILES[block_d(D)][0])
     launcher(_forward_float32_kernel)[(B * H * cdiv(Lq, t.M),)](
         view(halves[0], t.M), view(halves[1], t.N), view(halves[2], t.N), *of, view(o, t.M), lse,
         B, H, H // Hkv, Lq, Lk, max(scale * LOG2E, 2.0**-126), offset, **limits(left, right), BLOCK_D=block_d(D), **t.options,
     )
-    return o if padded(D) == D else o[..., :D].contiguous(), lse, *halves, peaks
+    return shorn(o, D), lse, *halves, peaks
 
 
 def backward(do, dlse, q, k, v, peaks, o, lse, scale, offset, left, right):

@@ -195,7 +195,8 @@ def launch_float32_backward(do, dlse, q, k, v, peaks, o, lse, scale, offset, lef
 def _fake_float32(q, k, v, scale, offset, left, right):
     halves = (t.new_empty((2 * t.shape[0], *t.shape[1:3], padded(t.shape[3])), dtype=torch.float16) for t in (q, k, v))
     peaks = q.new_empty(sum(float32.heads(q.shape[0], q.shape[1], k.shape[1])), dtype=torch.int32)
-    return q.new_empty(q.shape), q.new_empty(q.shape[:3]), *halves, peaks
+    o = q.new_empty(q.shape[0], q.shape[2], q.shape[1], q.shape[3]).transpose(1, 2)
+    return o, q.new_empty(q.shape[:3]), *halves, peaks
 
 
 def _fake_float32_backward(do, dlse, q, k, v, peaks, o, lse, scale, offset, left, right):
