@@ -11,14 +11,14 @@ import pytest
 ROOT = Path(__file__).parent.parent
 PACKAGE = sorted((ROOT / "whet").rglob("*.py"))
 ORDER = [
-    "interrupts", "machine", "figures", "alignment", "padding", "interpret", "launch", "torch_ops", "kinds", "values",
-    "parts", "compiled", "op", "source", "lock_file", "lock_faults", "lock", "choices", "ops", "isolation", "child", "aot",
-    "judge", "verify", "whole", "prove", "race", "plan", "busy", "roof", "graphs", "measure", "ncu", "worker", "tune",
+    "interrupts", "machine", "figures", "alignment", "padding", "interpret", "interpret_gluon", "launch", "torch_ops", "kinds",
+    "values", "parts", "compiled", "op", "source", "lock_file", "lock_faults", "lock", "choices", "ops", "isolation", "child",
+    "aot", "judge", "verify", "whole", "prove", "race", "plan", "busy", "roof", "graphs", "measure", "ncu", "worker", "tune",
     "proofs", "workload", "plan_memory", "swap", "models", "decode", "diagnose", "subjects", "duel", "report", "plans",
     "trackers", "matrix", "step_plans", "step_shared", "step", "step_rivals", "callback", "autoselect", "train", "exercise",
     "commands", "__main__",
 ]
-FILE_LINES, FUNCTION_LINES, PACKAGE_LINES = 400, 50, 49400
+FILE_LINES, FUNCTION_LINES, PACKAGE_LINES = 400, 50, 50300
 
 
 def tracked() -> list[Path]:

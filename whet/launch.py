@@ -18,6 +18,8 @@ from typing import Any
 
 import torch
 
+from whet import machine
+
 LIMIT = 4096  # keys of one kernel: they hold sizes, and a size that never repeats would fill the memory
 OPTIONS = ("num_warps", "num_ctas", "num_stages", "maxnreg")  # a Gluon kernel may have them as arguments, too
 
@@ -41,9 +43,18 @@ def launcher(kernel):
 
 
 def prepare(kernel):
-    """The launcher of a kernel: the kernel itself where it is interpreted, tuned by Triton, or where there is no CUDA."""
-    _prepared[id(kernel)] = kernel, Direct(kernel) if plain(kernel) and cuda() else kernel
+    """The launcher of a kernel: the kernel itself where Triton interprets or tunes it, or where there is no CUDA."""
+    _prepared[id(kernel)] = kernel, Direct(kernel) if plain(kernel) and cuda() else interpreted(kernel)
     return _prepared[id(kernel)][1]
+
+
+def interpreted(kernel):
+    """Gluon's kernels by whet's own interpreter, where kernels are interpreted: Triton has none for them."""
+    if machine.triton_mode() != "interpret" or not getattr(kernel, "is_gluon", bool)():
+        return kernel
+    from whet.interpret_gluon.language import Interpreted
+
+    return Interpreted(kernel)
 
 
 def plain(kernel) -> bool:

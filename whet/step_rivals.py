@@ -28,9 +28,10 @@ AS_IT_IS, LIGER, COMPILED, OPTIMIZED, STEP = "as it is", "liger", "torch.compile
 WAYS = (AS_IT_IS, LIGER, COMPILED, OPTIMIZED, STEP)
 PARTS = {  # of a kernel's name: the first that fits
     "attention": r"sdpa|fmha|flash|attention|attend|_bwd_d(q|kv)|span"
-    r"|^_(fp8_)?(forward|dq|dkdv|delta|one_tile|fused|quantize|reach)(_hopper)?_kernel",  # whet's own
+    r"|^_(fp8_)?(forward|dq|dkdv|delta|one_tile|fused|quantize|reach|head_peaks|split_head)"
+    r"(_hopper|_float32)?_kernel",  # whet's own
     "optimizer": r"multi_tensor|adam",
-    "products": r"gemm|nvjet|cutlass|cublas|splitK|matmul|_mm_",
+    "products": r"gemm|nvjet|cutlass|cublas|splitK|matmul|_mm_|^_product(_hopper)?_kernel",
 }
 REST = "memory-bound"
 LR = 1e-4

@@ -1,0 +1,300 @@
+"""A model of what Hopper's engines do beside its warps: copies, products and barriers that end when they end.
+
+The warps of a program are threads of the host, of which one runs at a time. Between any two steps that others can see, another
+may go on, and what is under way may end or not: a schedule decides. What a GPU leaves open is open here too, so a kernel that
+is right only by luck is wrong under some schedule: a tile read before it came, overwritten while it is being read, a barrier
+waited for in the wrong phase, a fence that is missing.
+"""
+
+import random
+import threading
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+
+class Hazard(RuntimeError):
+    """What a GPU would answer with wrong values, a fault or silence."""
+
+
+class Cancelled(BaseException):
+    """Another thread failed: this one ends, whatever it was doing."""
+
+
+@dataclass
+class Interleaving:
+    """When things under way end: "early", as soon as they are asked for; "late", when nothing else can go on; or at random."""
+
+    kind: str = "random"
+    seed: int = 0
+    resident: int = 1  # programs that run at one time
+
+    def __post_init__(self):
+        if self.kind not in ("early", "late", "random"):
+            raise ValueError(f"a schedule is early, late or random, got {self.kind!r}")
+        self.random = random.Random(self.seed)
+
+    def at_once(self) -> bool:
+        return self.kind == "early" or self.kind == "random" and self.random.random() < 0.5
+
+
+@dataclass
+class Program:
+    """One program of a grid, its place in it, and what the copy engine still does for it."""
+
+    place: tuple[int, int, int]
+    copies: int = 0
+
+
+class Barrier:
+    """An mbarrier: a phase ends when everyone expected has arrived and every byte expected has come."""
+
+    def __init__(self) -> None:
+        self.count = self.pending = self.bytes = self.phase = 0
+        self.alive = False
+
+    def init(self, count: int) -> None:
+        if self.alive:
+            raise Hazard("an mbarrier is initialised twice")
+        self.count = self.pending = count
+        self.bytes, self.phase, self.alive = 0, 0, True
+
+    def check(self) -> None:
+        if not self.alive:
+            raise Hazard("an mbarrier is used before it is initialised, or after it was invalidated")
+
+    def arrive(self, count: int, expected: int = 0) -> None:
+        self.check()
+        if count > self.pending:
+            raise Hazard(f"an mbarrier of {self.count} has one arrival too many in a phase")
+        self.pending -= count
+        self.bytes += expected
+        self.turn()
+
+    def arrived(self, size: int) -> None:
+        self.check()
+        self.bytes -= size
+        self.turn()
+
+    def turn(self) -> None:
+        if self.pending == 0 and self.bytes == 0:
+            self.pending, self.phase = self.count, self.phase ^ 1
+
+    def passed(self, parity: int) -> bool:
+        self.check()
+        return self.phase != parity
+
+
+class SharedTile:
+    """A tensor in shared memory as threads see it, and as copies and tensor cores do: the two differ until a fence."""
+
+    def __init__(self, threads: torch.Tensor, engines: torch.Tensor):
+        self.threads, self.engines = threads, engines
+
+    @classmethod
+    def empty(cls, shape: Sequence[int], dtype: torch.dtype) -> "SharedTile":
+        new = torch.empty(tuple(shape), dtype=dtype)
+        new.view(torch.uint8).fill_(0xFF)  # a NaN of every float
+        return cls(new, new.clone())
+
+    @property
+    def nbytes(self) -> int:
+        return self.threads.numel() * self.threads.element_size()
+
+    def of(self, view: Callable[[torch.Tensor], torch.Tensor]) -> "SharedTile":
+        return SharedTile(view(self.threads), view(self.engines))
+
+
+class PendingProduct:
+    """A product on its way, and its value once it has been made."""
+
+    def __init__(self, run: Callable[[], torch.Tensor] | None = None, made: torch.Tensor | None = None):
+        self.run, self.made = run, made
+
+    def finish(self) -> None:
+        if self.run is not None:
+            self.made, self.run = self.run(), None
+
+    @property
+    def value(self) -> torch.Tensor:
+        if self.made is None:
+            raise Hazard("a product that is on its way is read: wait for it with warpgroup_mma_wait")
+        return self.made
+
+
+@dataclass(eq=False)
+class Warps:
+    """Warps that run one function of a program: a thread, and what it has asked for and not waited for."""
+
+    program: Program
+    run: Callable[[], Any]
+    ready: Callable[[], bool] | None = None  # what it waits for; None where it can go on
+    waits_for: str = ""
+    ended: bool = False
+    thread: threading.Thread = field(default_factory=threading.Thread)
+    turn: threading.Semaphore = field(default_factory=lambda: threading.Semaphore(0))
+    unfenced: list[SharedTile] = field(default_factory=list)
+    products: list[PendingProduct] = field(default_factory=list)
+    stores: list[Callable[[], None]] = field(default_factory=list)
+
+    def drain(self, left: int) -> None:
+        """Make all products but the last `left`."""
+        while len(self.products) > left:
+            self.products.pop(0).finish()
+
+    def stored(self, left: int) -> None:
+        while len(self.stores) > left:
+            self.stores.pop(0)()
+
+
+class Engines:
+    """The programs that run at one time: their threads, of which one has the turn, and the copies under way."""
+
+    def __init__(self, schedule: Interleaving):
+        self.schedule = schedule
+        self.warps: list[Warps] = []
+        self.copies: list[Callable[[], None]] = []
+        self.error: BaseException | None = None
+        self.idle = 0  # polls in turn while nothing else could change what is asked for
+        self.done = threading.Semaphore(0)
+        self.local = threading.local()
+
+    @property
+    def current(self) -> Warps:
+        return self.local.warps
+
+    def run(self, programs: Sequence[tuple[Program, Callable[[], Any]]]) -> None:
+        """Run these programs to their end; the first error of any is raised here."""
+        self.warps, self.copies, self.error, self.done = [], [], None, threading.Semaphore(0)
+        for program, run in programs:
+            self.start(program, run)
+        self.pick().turn.release()
+        self.done.acquire()
+        for w in self.warps:
+            w.turn.release()
+            w.thread.join()
+        if self.error:
+            raise self.error
+
+    def start(self, program: Program, run: Callable[[], Any]) -> Warps:
+        warps = Warps(program, run)
+        self.warps.append(warps)
+        warps.thread = threading.Thread(target=self.live, args=(warps,), daemon=True)
+        warps.thread.start()
+        return warps
+
+    def live(self, warps: Warps) -> None:
+        self.local.warps = warps
+        warps.turn.acquire()
+        try:
+            if self.error is None:
+                warps.run()
+                self.left_behind(warps)
+        except Cancelled:
+            return
+        except BaseException as e:
+            self.error = self.error or e
+        warps.ended = True
+        self.pass_on()
+
+    def left_behind(self, warps: Warps) -> None:
+        if warps.stores:
+            raise Hazard("warps end while a copy out of shared memory is on its way: wait for it with tma.store_wait(0)")
+        alone = all(w.ended or w is warps for w in self.warps if w.program is warps.program)
+        if alone and warps.program.copies:
+            raise Hazard("a program ends while a copy into its shared memory is on its way: wait at its barrier")
+
+    def pass_on(self) -> None:
+        """The turn goes to another, after the one that has it has ended."""
+        try:
+            chosen = None if self.error or all(w.ended for w in self.warps) else self.pick()
+        except BaseException as e:
+            self.error, chosen = e, None
+        (chosen.turn if chosen else self.done).release()
+
+    def pick(self) -> Warps:
+        """Who goes on. What is under way ends here, as the schedule has it."""
+        while True:
+            able = [w for w in self.warps if not w.ended and (w.ready is None or w.ready())]
+            if self.schedule.kind == "random":
+                n = self.schedule.random.randrange(len(able) + len(self.copies)) if able or self.copies else 0
+                if n < len(able):
+                    return able[n]
+            elif able:
+                return able[0]
+            if not self.copies:
+                raise Hazard("no warps can go on: " + "; ".join(w.waits_for for w in self.warps if not w.ended))
+            self.copies.pop(self.schedule.random.randrange(len(self.copies)))()
+
+    def pause(self, ready: Callable[[], bool] | None = None, waits_for: str = "") -> None:
+        """A point at which others may go on; with `ready`, until that holds."""
+        me = self.current
+        if ready is None and self.schedule.kind != "random":
+            return
+        if ready is not None and self.schedule.kind != "random" and ready():
+            return
+        me.ready, me.waits_for = ready, waits_for
+        self.give_way(me)
+
+    def give_way(self, me: Warps) -> None:
+        chosen = self.pick()
+        if chosen is not me:
+            chosen.turn.release()
+            me.turn.acquire()
+            if self.error is not None:
+                raise Cancelled
+        me.ready = None
+
+    def poll(self) -> None:
+        """As pause, for warps that ask again and again: the others come first, whatever the schedule."""
+        me = self.current
+        others = [w for w in self.warps if w is not me and not w.ended and (w.ready is None or w.ready())]
+        self.idle = 0 if others or self.copies else self.idle + 1
+        if self.idle > 1000:
+            raise Hazard("warps ask again and again, and no others can go on")
+        if others:
+            self.warps.remove(me)  # to the end: the first that can go on is who goes on
+            self.warps.append(me)
+            self.give_way(me)
+        elif self.copies:
+            self.copies.pop(self.schedule.random.randrange(len(self.copies)))()
+
+    def copy(self, run: Callable[[], None]) -> None:
+        """Bring a tile into shared memory, now or at some time to come."""
+        if self.schedule.at_once():
+            run()
+        else:
+            program = self.current.program
+            program.copies += 1
+
+            def ended() -> None:
+                program.copies -= 1
+                run()
+
+            self.copies.append(ended)
+
+    def store(self, run: Callable[[], None]) -> None:
+        """Take a tile out of shared memory, now or when it is waited for at the latest."""
+        self.current.stores.append(run)
+        if self.schedule.at_once():
+            self.current.stores[:] = [finished(s) for s in self.current.stores]
+
+    def product(self, product: PendingProduct) -> None:
+        self.current.products.append(product)
+        if self.schedule.at_once():
+            for p in self.current.products:
+                p.finish()
+
+    def specialize(self, runs: Sequence[Callable[[], Any]]) -> None:
+        """The first function in these warps, the others each in warps of its own; back when all have ended."""
+        started = [self.start(self.current.program, run) for run in runs[1:]]
+        runs[0]()
+        self.pause(lambda: all(w.ended for w in started), "the other warps of its program")
+
+
+def finished(store: Callable[[], None]) -> Callable[[], None]:
+    """What is left of a copy that has been made: something to wait for."""
+    store()
+    return lambda: None
