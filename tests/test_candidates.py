@@ -187,7 +187,8 @@ def test_an_impl_that_is_no_name_names_the_choices(impl):
 
 def test_whets_own_kernels_are_those_that_say_so_or_need_triton():
     op = discover()["attention"]
-    assert [n for n in op.impls if op.ours(n)] == ["triton", "triton_fused_bwd", "triton_cudnn_bwd", "triton_float32", "triton_fp8"]
+    ours = ["triton", "triton_fused_bwd", "triton_cudnn_bwd", "triton_float32", "triton_fp8"]
+    assert [n for n in op.impls if op.ours(n)] == ours
     assert op.ours("triton@64x64w4s2") and not op.ours("torch") and not op.ours("gone")
 
 

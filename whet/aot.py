@@ -123,10 +123,10 @@ def launches(op: Op, impl: str, case: dict, dtype: str, target: str = "sm_90") -
 
 
 @contextlib.contextmanager
-def pretended(target: str) -> Iterator[None]:
-    """Within the block this machine has the target's compute capability, by which launchers choose among kernels."""
+def pretended(target: str, sms: int = machine.DEFAULT_SMS) -> Iterator[None]:
+    """Within the block this machine has the target's compute capability, by which launchers choose among kernels, and sms."""
     there = replace(machine.this_machine(), capability=CAPABILITY[target])
-    with mock.patch.object(machine, "this_machine", lambda: there):
+    with mock.patch.object(machine, "this_machine", lambda: there), mock.patch.object(machine, "sm_count", lambda: sms):
         yield
 
 

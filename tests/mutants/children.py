@@ -4,6 +4,7 @@ A child is forked from a process that has imported torch and Triton but not whet
 the copy it is given, and runs whet.worker.main, the very loop that the tuner talks to.
 """
 
+import contextlib
 import json
 import os
 import selectors
@@ -13,7 +14,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from mutants.listing import PACKAGE, Mutant
@@ -33,15 +34,16 @@ class Question:
     call: dict  # op, case, dtype, grad
     impl: str
     path: str = ""
+    target: str = ""
 
     @property
     def of_whet(self) -> "Question":
         """The same question to whet as it is."""
-        return Question(None, self.call, self.impl, self.path)
+        return replace(self, mutant=None)
 
     @property
     def key(self) -> str:
-        return json.dumps([self.call, self.impl, self.path], sort_keys=True)
+        return json.dumps([self.call, self.impl, self.path, self.target], sort_keys=True)
 
 
 def wall(answer: dict) -> str | None:
@@ -125,9 +127,11 @@ def ask_worker(question: Question) -> None:
     os.close(sink)
     os.dup2(source, 0)
     sys.stdin, sys.argv = os.fdopen(0), ["whet-worker"]
+    from whet.aot import pretended
     from whet.worker import main
 
-    main()
+    with pretended(question.target, sms=2) if question.target else contextlib.nullcontext():
+        main()
 
 
 def ask_decoder(question: Question) -> None:

@@ -40,6 +40,7 @@ KINDS = {
     "global-state": "grad mode, random numbers or flags are changed",
     "index-overflow": "an index past 2^31 in 32 bits",
     "hang": "it never ends, or gives up waiting",
+    "synchronisation": "a wait, a fence or an arrival that is missing, too early or in another phase",
 }
 
 
@@ -52,6 +53,7 @@ class Mutant:
     gpu_case   the same at a size as in real use
     sample     a smaller case still, for the mutants that the test-suite tries
     needs      "gpu" or "interpreter" where the code runs on one of them alone
+    target     "sm_90" where launchers are to choose as on that GPU, which their kernels in Gluon are interpreted for
     path       "persistent" for the decode kernel, which no op runs
     dtype      where the kernel takes one alone: that of the call, whatever the run's is
     """
@@ -68,6 +70,7 @@ class Mutant:
     gpu_case: dict = field(default_factory=dict)
     sample: dict = field(default_factory=dict)
     needs: str = ""
+    target: str = ""
     path: str = ""
     dtype: str = ""
 

@@ -33,7 +33,7 @@ from mutants.listing import KINDS, PACKAGE, Mutant, read_all  # noqa: E402
 def question(mutant: Mutant, dtype: str, gpu_cases: bool, sample: bool) -> Question:
     case = mutant.sample if sample else mutant.gpu_case if gpu_cases and mutant.gpu_case else mutant.case
     call = dict(op=mutant.op, case=case, dtype=mutant.dtype or dtype, grad=mutant.grad)
-    return Question(mutant, call, mutant.impl, mutant.path)
+    return Question(mutant, call, mutant.impl, mutant.path, "" if GPU else mutant.target)
 
 
 def chosen(args: argparse.Namespace) -> list[Mutant]:

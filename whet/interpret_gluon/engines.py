@@ -23,21 +23,29 @@ class Cancelled(BaseException):
     """Another thread failed: this one ends, whatever it was doing."""
 
 
+EXTREMES = {  # whether copies into shared memory end at once; whether products and copies out of it do
+    "early": (True, True), "late": (False, False), "late copies": (False, True), "late products": (True, False),
+}
+
+
 @dataclass
 class Interleaving:
-    """When things under way end: "early", as soon as they are asked for; "late", when nothing else can go on; or at random."""
+    """When things under way end and who goes on: one of the extremes, or "random" by a seed."""
 
     kind: str = "random"
     seed: int = 0
     resident: int = 1  # programs that run at one time
 
     def __post_init__(self):
-        if self.kind not in ("early", "late", "random"):
-            raise ValueError(f"a schedule is early, late or random, got {self.kind!r}")
+        if self.kind != "random" and self.kind not in EXTREMES:
+            raise ValueError(f"an interleaving is random or one of {', '.join(EXTREMES)}, got {self.kind!r}")
         self.random = random.Random(self.seed)
 
-    def at_once(self) -> bool:
-        return self.kind == "early" or self.kind == "random" and self.random.random() < 0.5
+    def copies_at_once(self) -> bool:
+        return self.random.random() < 0.5 if self.kind == "random" else EXTREMES[self.kind][0]
+
+    def products_at_once(self) -> bool:
+        return self.random.random() < 0.5 if self.kind == "random" else EXTREMES[self.kind][1]
 
 
 @dataclass
@@ -60,6 +68,9 @@ class Barrier:
             raise Hazard("an mbarrier is initialised twice")
         self.count = self.pending = count
         self.bytes, self.phase, self.alive = 0, 0, True
+
+    def __str__(self) -> str:
+        return f"an mbarrier whose phase {self.phase} lacks {self.pending} of {self.count} arrivals and {self.bytes} bytes"
 
     def check(self) -> None:
         if not self.alive:
@@ -131,7 +142,8 @@ class Warps:
     program: Program
     run: Callable[[], Any]
     ready: Callable[[], bool] | None = None  # what it waits for; None where it can go on
-    waits_for: str = ""
+    waits_for: "Barrier | str" = ""
+    idles: bool = False  # until what it asked for ends by itself, which may take as long as the others can go on
     ended: bool = False
     thread: threading.Thread = field(default_factory=threading.Thread)
     turn: threading.Semaphore = field(default_factory=lambda: threading.Semaphore(0))
@@ -155,9 +167,9 @@ class Engines:
     def __init__(self, schedule: Interleaving):
         self.schedule = schedule
         self.warps: list[Warps] = []
-        self.copies: list[Callable[[], None]] = []
+        self.copies: list[tuple[Barrier, Callable[[], None]]] = []
         self.error: BaseException | None = None
-        self.idle = 0  # polls in turn while nothing else could change what is asked for
+        self.polls = 0  # in turn while nothing else could change what is asked for
         self.done = threading.Semaphore(0)
         self.local = threading.local()
 
@@ -223,22 +235,34 @@ class Engines:
                 if n < len(able):
                     return able[n]
             elif able:
-                return able[0]
+                return next((w for w in able if not w.idles), able[0])
             if not self.copies:
-                raise Hazard("no warps can go on: " + "; ".join(w.waits_for for w in self.warps if not w.ended))
-            self.copies.pop(self.schedule.random.randrange(len(self.copies)))()
+                raise Hazard("no warps can go on: " + "; ".join(str(w.waits_for) for w in self.warps if not w.ended))
+            self.end_copy()
 
-    def pause(self, ready: Callable[[], bool] | None = None, waits_for: str = "") -> None:
+    def end_copy(self) -> None:
+        """A copy ends: any, or where all is late one that is waited for, so that the rest stay on their way."""
+        wanted = [w.waits_for for w in self.warps if w.ready is not None and not w.ended]
+        late = [i for i, (barrier, _) in enumerate(self.copies) if any(barrier is w for w in wanted)]
+        among = late if late and self.schedule.kind != "random" else range(len(self.copies))
+        self.copies.pop(among[self.schedule.random.randrange(len(among))])[1]()
+
+    def pause(self, ready: Callable[[], bool] | None = None, waits_for: "Barrier | str" = "") -> None:
         """A point at which others may go on; with `ready`, until that holds."""
         me = self.current
-        if ready is None and self.schedule.kind != "random":
-            return
-        if ready is not None and self.schedule.kind != "random" and ready():
-            return
-        me.ready, me.waits_for = ready, waits_for
-        self.give_way(me)
+        if self.schedule.kind == "random" or ready is not None and not ready():
+            me.ready, me.waits_for = ready, waits_for
+            self.give_way(me)
+
+    def idle(self) -> None:
+        """As pause, for warps that wait for what they asked for: it may not end before the others can go no further."""
+        self.current.idles = True
+        self.give_way(self.current)
+        self.current.idles = False
 
     def give_way(self, me: Warps) -> None:
+        self.warps.remove(me)  # to the end: of those that can go on, the first does
+        self.warps.append(me)
         chosen = self.pick()
         if chosen is not me:
             chosen.turn.release()
@@ -251,19 +275,17 @@ class Engines:
         """As pause, for warps that ask again and again: the others come first, whatever the schedule."""
         me = self.current
         others = [w for w in self.warps if w is not me and not w.ended and (w.ready is None or w.ready())]
-        self.idle = 0 if others or self.copies else self.idle + 1
-        if self.idle > 1000:
+        self.polls = 0 if others or self.copies else self.polls + 1
+        if self.polls > 1000:
             raise Hazard("warps ask again and again, and no others can go on")
         if others:
-            self.warps.remove(me)  # to the end: the first that can go on is who goes on
-            self.warps.append(me)
             self.give_way(me)
         elif self.copies:
-            self.copies.pop(self.schedule.random.randrange(len(self.copies)))()
+            self.end_copy()
 
-    def copy(self, run: Callable[[], None]) -> None:
+    def copy(self, barrier: Barrier, run: Callable[[], None]) -> None:
         """Bring a tile into shared memory, now or at some time to come."""
-        if self.schedule.at_once():
+        if self.schedule.copies_at_once():
             run()
         else:
             program = self.current.program
@@ -273,17 +295,17 @@ class Engines:
                 program.copies -= 1
                 run()
 
-            self.copies.append(ended)
+            self.copies.append((barrier, ended))
 
     def store(self, run: Callable[[], None]) -> None:
         """Take a tile out of shared memory, now or when it is waited for at the latest."""
         self.current.stores.append(run)
-        if self.schedule.at_once():
+        if self.schedule.products_at_once():
             self.current.stores[:] = [finished(s) for s in self.current.stores]
 
     def product(self, product: PendingProduct) -> None:
         self.current.products.append(product)
-        if self.schedule.at_once():
+        if self.schedule.products_at_once():
             for p in self.current.products:
                 p.finish()
 

@@ -1,10 +1,11 @@
 """Gluon's kernels for Hopper on the CPU: the language over torch tensors, the engines by `engines`.
 
 Triton's interpreter knows no Gluon. Here a kernel's own Python runs, with `gl` and what stands beside it replaced. Each launch
-has the next of a fixed list of schedules, so what depends on luck gives other bits from one call to the next, or a `Hazard`.
+of a kernel is interleaved in another way, so what depends on luck gives other bits from one call to the next, or a `Hazard`.
 Layouts are not looked at: the compiler does that.
 """
 
+import collections
 import functools
 import inspect
 import itertools
@@ -19,7 +20,7 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia import hopper
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
-from whet.interpret_gluon.engines import Barrier, Engines, Hazard, Interleaving, PendingProduct, Program, SharedTile
+from whet.interpret_gluon.engines import EXTREMES, Barrier, Engines, Hazard, Interleaving, PendingProduct, Program, SharedTile
 from whet.interpret_gluon.values import Barriers, Descriptor, Pointer, Shared, Value, divided, tensor, together
 
 DTYPES = dict(
@@ -29,19 +30,19 @@ DTYPES = dict(
 
 
 def interleavings() -> Iterator[Interleaving]:
-    yield from (Interleaving("early"), Interleaving("late"))
+    yield from (Interleaving(kind) for kind in EXTREMES)
     yield from (Interleaving("random", seed, resident=3) for seed in itertools.count())
 
 
 class Launches:
-    """Under what each launch runs: the next of `interleavings`, or what a test sets."""
+    """Under what each launch of a kernel runs: the next of `interleavings`, or what a test sets."""
 
     def __init__(self) -> None:
         self.fixed: Interleaving | None = None
-        self.following = interleavings()
+        self.following: dict[Any, Iterator[Interleaving]] = collections.defaultdict(interleavings)
 
-    def next(self) -> Interleaving:
-        return next(self.following) if self.fixed is None else replace(self.fixed)
+    def next(self, kernel: Any) -> Interleaving:
+        return next(self.following[kernel]) if self.fixed is None else replace(self.fixed)
 
 
 LAUNCHES = Launches()
@@ -177,7 +178,7 @@ class Hopper:
     def wait(self, barrier: Barriers, phase, pred=True, deps=()) -> None:
         if pred:
             parity = int(phase)
-            self.engines.pause(lambda: barrier.one.passed(parity), f"phase {parity} of an mbarrier of {barrier.one.count}")
+            self.engines.pause(lambda: barrier.one.passed(parity), barrier.one)
 
     def bring(self, descriptor: Descriptor, coord, barrier: Barriers, result: Shared, pred=True) -> None:
         self.engines.pause()
@@ -193,7 +194,7 @@ class Hopper:
             tile.engines.copy_(block)
             barrier.one.arrived(tile.nbytes)
 
-        self.engines.copy(run)
+        self.engines.copy(barrier.one, run)
 
     def take(self, descriptor: Descriptor, coord, source: Shared) -> None:
         self.engines.pause()
@@ -201,7 +202,7 @@ class Hopper:
         self.engines.store(lambda: descriptor.write(place, tile.engines.reshape(descriptor.block_shape)))
 
     def store_wait(self, pendings) -> None:
-        self.engines.pause()
+        self.engines.idle()
         self.engines.current.stored(int(pendings))
 
     def fence_async_shared(self, cluster=False) -> None:
@@ -230,7 +231,7 @@ class Hopper:
         return PendingProduct(made=value.t)
 
     def warpgroup_mma_wait(self, num_outstanding=0, deps=()):
-        self.engines.pause()
+        self.engines.idle()
         self.engines.current.drain(int(num_outstanding))
         left = self.engines.current.products
         if any(d is p for d in deps for p in left):
@@ -305,6 +306,6 @@ class Interpreted:
         bound.apply_defaults()
         sizes = grid(bound.arguments) if callable(grid) else grid
         x, y, z = (*(int(n) for n in sizes), 1, 1)[:3]
-        launch = GluonLaunch((x, y, z), LAUNCHES.next())
+        launch = GluonLaunch((x, y, z), LAUNCHES.next(self.kernel.fn))
         given = {name: x if name in self.constant else launch.argument(x) for name, x in bound.arguments.items()}
         launch.run(self.kernel.fn, given)
