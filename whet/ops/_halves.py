@@ -328,9 +328,8 @@ def multiply_across(dy: torch.Tensor, x: torch.Tensor, out: Given = None) -> tor
     (M, N), of_x, K = dy.shape, split_rows(unit_rows(x)), x.shape[-1]
     out = torch.empty(N, K, dtype=torch.float32, device=dy.device) if out is None else out
     for cut in cuts(N, M, K):
-        some = unit_rows(dy)[:, cut]
-        halves = split_columns(some, of_x.scale)
-        product(halves, of_x.values, some.shape[1], K, M, a_across=True, b_across=True, out=out[cut])
+        some = unit_rows(dy)[:, cut]  # its halves have no name, so that they are let go before the next part's are made
+        product(split_columns(some, of_x.scale), of_x.values, some.shape[1], K, M, a_across=True, b_across=True, out=out[cut])
     return out
 
 
