@@ -24,7 +24,7 @@ from whet.ops._fp8_loss import NO_FP8, fp8_refuses, run_fp8
 from whet.ops._loss_chunks import chunks, scaled, sum_dtype
 from whet.ops._loss_products import LossProducts
 from whet.ops._loss_products import inside as inside_products
-from whet.ops._products import floored
+from whet.ops._products import by_halves, floored
 from whet.ops._rows import KERNEL_DTYPES, unit_rows
 from whet.ops.cross_entropy import HOSTILE, KINDS, check_options, loss_pieces, options_of, some_options, some_targets
 from whet.ops.cross_entropy import reference as loss_of_logits
@@ -93,7 +93,12 @@ def cost(x, w, target, b=None, **options):
 
 
 def zero_rows(w: torch.Tensor) -> int:
-    """How many rows of zeros w is padded with: rows aligned in memory are not enough where a product has an odd size."""
+    """How many rows of zeros w is padded with: rows aligned in memory are not enough where a product has an odd size.
+
+    Halves have whole rows of their own.
+    """
+    if by_halves(w):
+        return 0
     return pads(w.shape[0], w.dtype) if aligned(w.shape[1], w.dtype) else 0
 
 
