@@ -6,6 +6,7 @@ from conftest import DEVICE
 
 import whet.ops
 from whet.op import discover
+from whet.ops.attention import halves
 from whet.verify import evaluate
 
 OP = discover()["attention"]
@@ -44,6 +45,30 @@ def test_each_head_is_as_near_as_eager_whatever_the_others_magnitudes():
             size = o[:, h].square().mean().sqrt()
             error, usual = ((t[name][:, h] - o[:, h]).square().mean().sqrt() for t in (got, eager))
             assert error <= 3 * (usual + torch.finfo(torch.float32).eps * size), f"{name}, head {h}"
+
+
+def test_the_gradient_of_a_value_that_every_query_hardly_weighs_is_as_near_as_eagers():
+    """Key 5's weights are 2^-30 of the others', also where a tile of queries ends past the last."""
+    args = made(causal="top-left") | {k: torch.randn(2, 4, 70, 40, device=DEVICE) for k in "qk"}
+    args["v"], do = torch.randn(2, 4, 70, 40, device=DEVICE), torch.randn(2, 4, 70, 40, device=DEVICE)
+    args["q"][..., 0], args["k"][:, :, 5] = 4.0, 0.0
+    args["k"][:, :, 5, 0] = -30 * 40**0.5 / (4 * 1.4427)
+    got, eager, want = (stepped(f, a, do)["v"][:, :, 5] for f, a in (
+        (ours, args), (OP.reference, args), (OP.reference, in_float64(args)),
+    ))
+    error, usual, size = (t.square().mean().sqrt() for t in (got - want, eager - want, want))
+    assert error <= 3 * (usual + torch.finfo(torch.float32).eps * size)
+
+
+def test_more_heads_than_a_grid_has_rows_are_split(monkeypatch):
+    class Unlaunched:
+        def __getitem__(self, grid):
+            return lambda *args, **options: grids.append(grid)
+
+    grids: list[tuple] = []
+    monkeypatch.setattr(halves, "launcher", lambda kernel: Unlaunched())
+    halves.split(torch.empty(70000, 1, 33, 16, device="meta"), torch.empty(70000, dtype=torch.int32, device="meta"))
+    assert grids and all(max(grid[1:], default=1) < 1 << 16 for grid in grids)
 
 
 def test_what_is_kept_is_as_large_as_what_was_given():

@@ -78,6 +78,10 @@ def test_precision_is_restored_and_reported_only_if_it_gains(step_ms, reported, 
     findings = list(fp32_matmul.CHECK.find(run))
     assert torch.get_float32_matmul_precision() == "highest" and bool(findings) == reported
     assert all(f.gain_ms == 10.0 - step_ms and f.apply is None and "layers" in f.module for f in findings)
+    monkeypatch.setattr(fp32_matmul, "made_for_halves", lambda: False)
+    assert not any("whet.optimize" in f.fix for f in fp32_matmul.CHECK.find(run)), "it replaces none on such a GPU"
+    monkeypatch.setattr(fp32_matmul, "made_for_halves", lambda: True)
+    assert all("whet.optimize" in f.fix for f in fp32_matmul.CHECK.find(run))
 
 
 @pytest.mark.parametrize("make, way", [

@@ -61,7 +61,7 @@ def test_it_is_nearer_than_tf32_by_a_thousand_times():
 
 @pytest.mark.parametrize("x_by, w_by, dy_by", [
     (1e-30, 1.0, 1.0), (1e30, 1e-30, 1e-12), (1e-20, 1e-15, 1e20), (1.0, 1e25, 1e-30), (2.0**-120, 1.0, 1.0),
-    (2.0**120, 2.0**-100, 1.0),
+    (2.0**120, 2.0**-100, 1.0), (2.0**124, 2.0**-100, 2.0**-20), (2.0**-100, 2.0**124, 2.0**-20),
 ])
 def test_magnitudes_of_whole_tensors_do_not_matter(x_by, w_by, dy_by):
     x, w, dy = made()

@@ -9,7 +9,7 @@ from torch import nn
 
 from whet.choices import Choices, Recorder
 from whet.ops import _products
-from whet.swap import Journal, float32_linear
+from whet.swap import Journal, float32_linear, gated_mlp
 from whet.swap._optimize import together
 from whet.swap._proof import cast, prove
 from whet.swap._replace import as_call, recognise
@@ -57,6 +57,30 @@ def test_biases_of_these_layers_are_not_replaced_beside_them(slow_here):
     model, call = made("plain")
     found = recognise(model, call, Choices(), only=(KIND, "biased_linear"))
     assert {s.kind for s, _ in found.sites} == {KIND}
+
+
+def test_a_wide_gated_mlp_keeps_no_activation_for_a_last_layer_that_is_replaced_too(slow_here, monkeypatch):
+    monkeypatch.setattr(gated_mlp, "WIDE", 1)
+    model, call = made("Llama")
+    want = stepped(model, call)
+    found = recognise(model, call, Choices(), only=(KIND, "gated_mlp"))
+
+    def asked() -> dict[str, int]:
+        recorder = Recorder()
+        found.ask(recorder)
+        model(*call.args, **call.kwargs)
+        return {op: sum(n for c, n in recorder.calls.values() if c.op == op) for op in ("linear", "gated_linear", "swiglu")}
+
+    assert asked() == dict(linear=9, gated_linear=2, swiglu=0)
+    found.ask(TRITON)
+    loss, grads = stepped(model, call)
+    torch.testing.assert_close(loss, want[0])
+    for n in grads:
+        torch.testing.assert_close(grads[n], want[1][n], msg=lambda text, n=n: f"{n}: {text}")
+    hook = model.model.layers[0].mlp.down_proj.register_forward_hook(lambda *_: None)
+    assert asked() == dict(linear=10, gated_linear=1, swiglu=1), "it would not be met"
+    hook.remove()
+    found.restore()
 
 
 def test_few_rows_and_other_dtypes_run_as_they_were():

@@ -205,9 +205,12 @@ def _product_kernel(
         part = tl.dot(a, b, part)
         acc += part
     m, n = m0 + tl.arange(0, BLOCK_M), n0 + tl.arange(0, BLOCK_N)
-    acc = acc * BY_TOPS * tl.load(row_ptr + m, mask=m < M, other=0.0)[:, None]
-    if column_ptr is not None:
-        acc = acc * tl.load(column_ptr + n, mask=n < N, other=0.0)[None, :]
+    by_row, acc = tl.load(row_ptr + m, mask=m < M, other=0.0)[:, None], acc * BY_TOPS
+    if column_ptr is None:
+        acc = acc * by_row
+    else:  # the smaller first: the larger alone may pass float32's range where both do not
+        by_column = tl.load(column_ptr + n, mask=n < N, other=0.0)[None, :]
+        acc = acc * tl.minimum(by_row, by_column) * tl.maximum(by_row, by_column)
     tl.store(out_ptr + m[:, None].to(tl.int64) * stride_om + n[None, :], acc, mask=(m < M)[:, None] & (n < N)[None, :])
 
 
@@ -325,9 +328,8 @@ def multiply_across(dy: torch.Tensor, x: torch.Tensor, out: Given = None) -> tor
     (M, N), of_x, K = dy.shape, split_rows(unit_rows(x)), x.shape[-1]
     out = torch.empty(N, K, dtype=torch.float32, device=dy.device) if out is None else out
     for cut in cuts(N, M, K):
-        some = unit_rows(dy)[:, cut]
-        halves = split_columns(some, of_x.scale)
-        product(halves, of_x.values, some.shape[1], K, M, a_across=True, b_across=True, out=out[cut])
+        some = unit_rows(dy)[:, cut]  # its halves have no name, so that they are let go before the next part's are made
+        product(split_columns(some, of_x.scale), of_x.values, some.shape[1], K, M, a_across=True, b_across=True, out=out[cut])
     return out
 
 

@@ -109,9 +109,13 @@ def _multiply(
                 phase = phase ^ 1
         m = m0 + HALF * ROWS + gl.arange(0, ROWS, layout=gl.SliceLayout(1, L))
         n = n0 + gl.arange(0, BLOCK_N, layout=gl.SliceLayout(0, L))
-        acc = acc * BY_TOPS * gl.load(row_ptr + m, mask=m < M, other=0.0)[:, None]
-        if column_ptr is not None:
-            acc = acc * gl.load(column_ptr + n, mask=n < N, other=0.0)[None, :]
+        by_row = gl.load(row_ptr + m, mask=m < M, other=0.0)[:, None]
+        acc = acc * BY_TOPS
+        if column_ptr is None:
+            acc = acc * by_row
+        else:  # the smaller first, as `_halves._product_kernel`
+            by_column = gl.load(column_ptr + n, mask=n < N, other=0.0)[None, :]
+            acc = acc * gl.minimum(by_row, by_column) * gl.maximum(by_row, by_column)
         at = m[:, None].to(gl.int64) * stride_om + n[None, :]
         gl.store(out_ptr + at, acc, mask=(m < M)[:, None] & (n < N)[None, :])
 

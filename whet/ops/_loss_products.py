@@ -61,8 +61,10 @@ class LossProducts:
             dw.add_(torch.mm(dz.t(), x, out_dtype=dw.dtype))
 
 
-def inside(x, V: int, D: int, rows: int, chunks: int) -> int:
+def inside(x, V: int, D: int, rows: int, chunks: int, need_dx: bool, need_dw: bool) -> int:
     """Bytes that these take besides: w's halves, a part of a chunk's, and from the second chunk on what is added to dw."""
     if not by_halves(x):
         return 0
-    return 4 * V * D * (2 if chunks > 1 else 1) + max(_halves.bytes_of_chunk(rows, V, D), _halves.bytes_of_across(rows, V, D))
+    dx = _halves.bytes_of_chunk(rows, V, D) if need_dx else 0
+    dw = _halves.bytes_of_across(rows, V, D) + (4 * V * D if chunks > 1 else 0) if need_dw else 0
+    return _halves.bytes_of(rows, V, D) + max(0, max(dx, dw) - 4 * rows * D)

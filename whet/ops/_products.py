@@ -22,11 +22,14 @@ def float32_precision() -> str:
         return "chosen"
 
 
+def made_for_halves() -> bool:
+    """Whether this GPU is one on which three products in float16 are faster than one in float32."""
+    return machine.triton_mode() == "gpu" and machine.this_machine().capability not in CONSUMER
+
+
 def by_halves(x: torch.Tensor) -> bool:
     """Whether a product of x is one of pairs of halves: in float32, where TF32 is not allowed, on GPUs made for it."""
-    if x.dtype != torch.float32 or not x.is_cuda or float32_precision() != "highest":
-        return False
-    return machine.triton_mode() == "gpu" and machine.this_machine().capability not in CONSUMER
+    return x.dtype == torch.float32 and x.is_cuda and float32_precision() == "highest" and made_for_halves()
 
 
 def floored(cost: Cost, x: torch.Tensor) -> Cost:
@@ -56,12 +59,12 @@ def inside_end(x: torch.Tensor, M: int, N: int, D: int) -> int:
     return M * N * x.element_size() + (_halves.bytes_of(M, D, N) if by_halves(x) else 0)
 
 
-def inside_end_backward(dy: torch.Tensor, M: int, N: int, D: int, given: int) -> int:
+def inside_end_backward(dy: torch.Tensor, M: int, N: int, D: int, given: int, need_dw: bool) -> int:
     """Backward: the gradient of what is activated; by halves the rest is let go before the gradients of what was given come.
 
-    given   M * N times so many values
+    given   M * N times so many values; 0 where no gradient of them is asked for
     """
     if not by_halves(dy):
         return M * N * dy.element_size()
-    more = max(_halves.bytes_of_back(M, D, N), _halves.bytes_of_across(M, D, N))
-    return 4 * M * N + max(0, more - 4 * given * M * N)
+    back, across = _halves.bytes_of_back(M, D, N) if given else 0, _halves.bytes_of_across(M, D, N) if need_dw else 0
+    return 4 * M * N + max(0, max(back, across) - 4 * given * M * N)

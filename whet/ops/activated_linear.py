@@ -175,8 +175,8 @@ def inside(x, w, *rest) -> int:
     return inside_end(x, x.numel() // max(1, x.shape[-1]), x.shape[-1], w.shape[0])
 
 
-def inside_backward(dy, x, *rest) -> int:
-    return inside_end_backward(dy, x.numel() // max(1, x.shape[-1]), x.shape[-1], dy.shape[-1], given=1)
+def inside_backward(dy, x, w, activation, need_dx, need_dw) -> int:
+    return inside_end_backward(dy, x.numel() // max(1, x.shape[-1]), x.shape[-1], dy.shape[-1], int(need_dx), need_dw)
 
 
 FUSED = Fused(

@@ -112,9 +112,9 @@ def inside(gate, up, w, *rest) -> int:
     return inside_end(gate, gate.numel() // max(1, gate.shape[-1]), w.shape[1], w.shape[0])
 
 
-def inside_backward(dy, gate, up, *rest) -> int:
+def inside_backward(dy, gate, up, w, activation, need_dgate, need_dw) -> int:
     N = gate.shape[-1] // (2 if up is None else 1)
-    return inside_end_backward(dy, gate.numel() // max(1, gate.shape[-1]), N, dy.shape[-1], given=2)
+    return inside_end_backward(dy, gate.numel() // max(1, gate.shape[-1]), N, dy.shape[-1], 2 * need_dgate, need_dw)
 
 
 FUSED = Fused(
@@ -136,7 +136,7 @@ PACKED = Fused(
     lambda dy, gate, *rest: _without_up(_bwd_fake(dy, gate, None, *rest)),
     save=_save,
     grads_to=(0, 1, None, None, None), inside=lambda gate, w, *rest: inside(gate, None, w),
-    bwd_inside=lambda dy, gate, *rest: inside_backward(dy, gate, None),
+    bwd_inside=lambda dy, gate, *rest: inside_backward(dy, gate, None, *rest),
 )
 
 

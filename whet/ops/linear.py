@@ -76,9 +76,12 @@ def inside(x, w, *need) -> int:
 
 
 def inside_backward(dy, x, w, need_dx, need_dw) -> int:
+    """dx comes first: what it takes is let go before dw is there."""
     M, N = dy.numel() // max(1, dy.shape[-1]), dy.shape[-1]
-    back = _halves.bytes_of_back(M, *w.shape) if need_dx else 0
-    return max(back, _halves.bytes_of_across(M, N, x.shape[-1]) if need_dw else 0)
+    back, across = _halves.bytes_of_back(M, *w.shape) if need_dx else 0, 0
+    if need_dw:
+        back, across = back - 4 * N * x.shape[-1], _halves.bytes_of_across(M, N, x.shape[-1])
+    return max(0, back, across)
 
 
 FUSED = Fused(

@@ -24,7 +24,7 @@ from whet.ops._fp8_loss import NO_FP8, fp8_refuses, run_fp8
 from whet.ops._loss_chunks import chunks, scaled, sum_dtype
 from whet.ops._loss_products import LossProducts
 from whet.ops._loss_products import inside as inside_products
-from whet.ops._products import floored
+from whet.ops._products import by_halves, floored
 from whet.ops._rows import KERNEL_DTYPES, unit_rows
 from whet.ops.cross_entropy import HOSTILE, KINDS, check_options, loss_pieces, options_of, some_options, some_targets
 from whet.ops.cross_entropy import reference as loss_of_logits
@@ -93,7 +93,12 @@ def cost(x, w, target, b=None, **options):
 
 
 def zero_rows(w: torch.Tensor) -> int:
-    """How many rows of zeros w is padded with: rows aligned in memory are not enough where a product has an odd size."""
+    """How many rows of zeros w is padded with: rows aligned in memory are not enough where a product has an odd size.
+
+    Halves have whole rows of their own.
+    """
+    if by_halves(w):
+        return 0
     return pads(w.shape[0], w.dtype) if aligned(w.shape[1], w.dtype) else 0
 
 
@@ -201,17 +206,19 @@ def _rows_bwd_fake(dloss, x, w, target, b, stats, ignore_index, smoothing, softc
 
 def inside_rows_backward(dloss, x, w, target, b, stats, ignore_index, smoothing, softcap, need_dx, need_dw, need_db) -> int:
     """The chunk again, and the sum of dw until it is rounded."""
-    return inside(x, w) + (w.numel() * sum_dtype(w).itemsize if need_dw else 0)
+    summed = w.numel() * sum_dtype(w).itemsize if need_dw and sum_dtype(w) != w.dtype else 0
+    return inside(x, w, need_dx, need_dw, need_db) + summed
 
 
-def inside(x, w, *_) -> int:
-    """Bytes of a chunk of logits, of a padded w, and of what the products take besides."""
+def inside(x, w, *rest) -> int:
+    """Bytes of a chunk of logits, of a padded w, and of what the products take besides. rest ends in what is asked for."""
     (V, D), size = w.shape, x.element_size()
     width = V + zero_rows(w)
     row = triton.cdiv(width, COLUMNS) * COLUMNS * size
     cuts = chunks(x.numel() // D, row, width * D * size)
     rows = cuts[0].stop if cuts else 0
-    return rows * row + (width * D * size if width > V else 0) + inside_products(x, width, D, rows, len(cuts))
+    besides = inside_products(x, width, D, rows, len(cuts), *rest[-3:-1])
+    return rows * row + (width * D * size if width > V else 0) + besides
 
 
 FUSED = Fused(
@@ -230,7 +237,8 @@ ROWS = Fused(
     " bool need_dx, bool need_dw, bool need_db) -> (Tensor, Tensor)", rows_forward, _rows_fake,
     "(Tensor dloss, Tensor x, Tensor w, Tensor target, Tensor b, Tensor stats, int ignore_index, float smoothing,"
     " float softcap, bool need_dx, bool need_dw, bool need_db) -> (Tensor, Tensor, Tensor)", rows_backward, _rows_bwd_fake,
-    save=lambda args, results: ((*args[:3], args[6], results[1]), (*args[3:6], *args[7:])), inside=inside,
+    save=lambda args, results: ((*args[:3], args[6], results[1]), (*args[3:6], *args[7:])),
+    inside=lambda x, w, *rest: inside(x, w, False, False, False),  # gradients come in the backward
     bwd_inside=inside_rows_backward,
     grads_to=(0, 1) + (None,) * 4 + (2,) + (None,) * 3,
 )

@@ -52,9 +52,14 @@ def hooked(module: nn.Module) -> bool:
     return any(getattr(module, name) for name in HOOKS)
 
 
-def watched(module: nn.Module) -> bool:
-    """Whether someone hangs on this module's own call: hooks, its own or all modules', or a forward in place of its class's."""
-    return hooked(module) or "forward" in vars(module) or any(OF_ALL_MODULES)
+def watched(module: nn.Module, but: str = "") -> bool:
+    """Whether someone hangs on this module's own call: hooks, its own or all modules', or a forward in place of its class's.
+
+    but   the Python module whose forward does not count
+    """
+    own = vars(module).get("forward")
+    replaced = own is not None and not (but and getattr(own, "__module__", "") == but)
+    return hooked(module) or replaced or any(OF_ALL_MODULES)
 
 
 def named(value: Any) -> str:

@@ -6,6 +6,7 @@ is: its weight is then read for little more than to be split.
 
 import types
 from collections.abc import Iterator
+from typing import Any
 
 import torch
 from torch import nn
@@ -13,6 +14,7 @@ from torch import nn
 from whet.alignment import SMALL
 from whet.ops._products import by_halves
 from whet.swap import Edit, Left, Met, Site
+from whet.swap._alike import watched
 from whet.swap._biases import covered_biases
 from whet.swap._few import rows_of
 from whet.swap._padded import Pads, matrix, plain, product_dtype, sizes
@@ -36,6 +38,11 @@ def edits_with(fewest: int):
         return [Edit(module, "forward", types.MethodType(forward, module))]
 
     return edits
+
+
+def only_product(module: Any) -> bool:
+    """Whether its weight and bias say all of a linear layer, be it replaced here or not."""
+    return plain(module) and not watched(module, but=__name__)
 
 
 def slow(module: nn.Module) -> bool:

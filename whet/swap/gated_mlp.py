@@ -23,6 +23,7 @@ from whet.swap._few import few, fewest_rows
 from whet.swap._packed import is_plain
 from whet.swap._padded import Pads, multiply, multiply_both, odd, only_weights, product_dtype, sizes
 from whet.swap._proof import Float64Everywhere, close, copied, plainly_called, random_kept
+from whet.swap.float32_linear import only_product
 
 CLOSE = 1e-5  # of the size of the result; of several formulas as close as that, the nearest
 SPREAD = 4.0  # the largest gate of the probe: there a SiLU and both GELUs differ
@@ -130,7 +131,7 @@ def kept_less(down: Any) -> bool:
     """
     if not torch.is_grad_enabled() or torch.compiler.is_compiling() or not isinstance(down, nn.Linear):
         return False
-    return down.bias is None and down.out_features >= WIDE and only_weights(down)
+    return down.bias is None and down.out_features >= WIDE and only_product(down)
 
 
 class GatedEnd:

@@ -8,13 +8,19 @@ from whet.diagnose.target import Target, target_of
 from whet.diagnose.watch import Event, restored
 from whet.figures import figure, percent
 from whet.measure import compare
-from whet.ops._products import float32_precision
+from whet.ops._products import float32_precision, made_for_halves
 from whet.race import tie
 
 PRODUCTS = ("aten::mm", "aten::addmm", "aten::bmm", "aten::baddbmm")  # what set_float32_matmul_precision applies to
 LEAST = 0.05  # of the step: a change of precision must be worth more than a change of speed alone
 IDLE = 0.5  # of the step: a GPU that waits for the host this much gains nothing from faster products
 ROUNDS = 15  # at least, of each: a median of fewer is moved by one interruption
+KEPT = "Call whet.optimize(model, batch): linear layers then run on tensor cores, as accurate as float32. "
+LESS = (
+    'Where less will do, call torch.set_float32_matmul_precision("high") before the first step (TF32: what is multiplied '
+    "keeps 10 bits of mantissa), or run the forward under torch.autocast in bfloat16; either changes the precision, so it is "
+    "left to you"
+)
 HALF = 0.5  # of the ceiling: a product seldom reaches more, so the ceiling alone would understate its time
 
 
@@ -62,9 +68,7 @@ def find(run: Run):
         'torch.get_float32_matmul_precision() is "highest" and there is no autocast',
         [f"the step takes {figure(now.ms)} ms, and {figure(then.ms)} ms with TF32 products, measured in turns",
          f"the largest: {largest.op} in {largest.module or 'the model'}, {' x '.join(str(t) for t in largest.inputs)}"],
-        fix="Call whet.optimize(model, batch): linear layers then run on tensor cores, as accurate as float32. Where less will "
-        'do, call torch.set_float32_matmul_precision("high") before the first step (TF32: what is multiplied keeps 10 bits of '
-        "mantissa), or run the forward under torch.autocast in bfloat16; either changes the precision, so it is left to you",
+        fix=(KEPT if made_for_halves() else "") + LESS,
         cost_ms=now.ms - then.ms, gain_ms=now.ms - then.ms, measured=True, module=largest.module, line=largest.line,
     )
 

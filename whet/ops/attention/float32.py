@@ -229,12 +229,12 @@ def _dkdv_tiles(
         row = m + tl.arange(0, BLOCK_M)
         q, q_rest = _halves_of(q_view, B, b, h, m, BLOCK_M, BLOCK_D)
         do, do_rest = _halves_of(do_view, B, b, h, m, BLOCK_M, BLOCK_D)
-        lse = tl.load(lse_ptr + head + row, mask=row < Lq, other=0.0)
+        lse = tl.load(lse_ptr + head + row, mask=row < Lq, other=float("inf"))  # p = 0: a row's scale is of its own weights
         p = tl.exp2(_product(k, k_rest, q.T, q_rest.T) * by_score - lse[None, :])
         if MASKED:
             p = tl.where(seen((row + offset)[None, :], j[:, None], Lk, left, right, HAS_LEFT, HAS_RIGHT), p, 0.0)
         if WANTED != "dk":
-            dv += _weighted(p, do, do_rest) * of_do
+            dv += _scaled_product(p, do, do_rest) * of_do
         if WANTED != "dv":
             delta = tl.load(delta_ptr + head + row, mask=row < Lq, other=0.0)
             ds = p * (_product(v, v_rest, do.T, do_rest.T) * by_value - delta[None, :])
@@ -281,22 +281,22 @@ def _dkdv_float32_kernel(
         query_head = b * Hkv * GROUP + h
         head = query_head.to(tl.int64) * Lq
         of_q, of_do = _scale_of(q_peak_ptr, query_head), _scale_of(do_peak_ptr, query_head)
-        by_score, by_value, by_weight = rate * of_q * of_k, of_do * of_v, of_do * (1.0 / TOP)
+        by_score, by_value = rate * of_q * of_k, of_do * of_v
         if HAS_RIGHT:
             dk, dv = _dkdv_tiles(
                 dk, dv, k, k_rest, v, v_rest, q_view, do_view, lse_ptr, delta_ptr, B, b, h, j, lo, full_lo, head, Lq, Lk,
-                by_score, by_value, of_q, by_weight, offset, first_lone, last_lone, left, right,
+                by_score, by_value, of_q, of_do, offset, first_lone, last_lone, left, right,
                 BLOCK_M, BLOCK_D, HAS_LEFT, HAS_RIGHT, True, WANTED,
             )
         dk, dv = _dkdv_tiles(
             dk, dv, k, k_rest, v, v_rest, q_view, do_view, lse_ptr, delta_ptr, B, b, h, j, full_lo, full_hi, head, Lq, Lk,
-            by_score, by_value, of_q, by_weight, offset, first_lone, last_lone, left, right,
+            by_score, by_value, of_q, of_do, offset, first_lone, last_lone, left, right,
             BLOCK_M, BLOCK_D, HAS_LEFT, HAS_RIGHT, False, WANTED,
         )
         if HAS_LEFT:
             dk, dv = _dkdv_tiles(
                 dk, dv, k, k_rest, v, v_rest, q_view, do_view, lse_ptr, delta_ptr, B, b, h, j, full_hi, hi, head, Lq, Lk,
-                by_score, by_value, of_q, by_weight, offset, first_lone, last_lone, left, right,
+                by_score, by_value, of_q, of_do, offset, first_lone, last_lone, left, right,
                 BLOCK_M, BLOCK_D, HAS_LEFT, HAS_RIGHT, True, WANTED,
             )
     if WANTED != "dv":

@@ -203,6 +203,16 @@ def _fake_float32_backward(do, dlse, q, k, v, peaks, o, lse, scale, offset, left
     return tuple(o.new_empty((o.shape[0], *t.shape[1:3], o.shape[3])) for t in (q, k, v))
 
 
+def inside_float32(q, k, v, *rest) -> int:
+    """Of a padded head, what is cut to o."""
+    return 0 if q.shape[3] == padded(q.shape[3]) else 4 * q.shape[:3].numel() * padded(q.shape[3])
+
+
+def inside_float32_backward(do, dlse, q, k, v, peaks, o, lse, *rest) -> int:
+    """The halves of do, a sum for each row and, of a padded head, what is cut to the gradients: as large as halves are."""
+    return q.nbytes + lse.nbytes + (q.nbytes + k.nbytes + v.nbytes if q.shape[3] > o.shape[3] else 0)
+
+
 IN_HALVES = Fused(
     "attention_float32",
     "(Tensor q, Tensor k, Tensor v, float scale, int offset, int left, int right)"
@@ -212,6 +222,7 @@ IN_HALVES = Fused(
     launch_float32_backward, _fake_float32_backward,
     save=lambda args, results: ((*results[2:], *results[:2]), args[3:]),
     grads_to=(0, 1, 2, None, None, None, None), n_out=2, grads_from=((0, 1), (0, 1), (0,)), label="attention[triton_float32]",
+    inside=inside_float32, bwd_inside=inside_float32_backward,
 )
 
 
