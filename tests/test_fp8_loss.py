@@ -15,7 +15,7 @@ import whet.ops
 from whet.models.gpt2 import GPT2, SIZES, GPT2Config
 from whet.op import Call, discover
 from whet.ops import _fp8_loss
-from whet.ops._fp8 import casts_in_ptx, e4m3_bits, e5m2_bytes, e5m2_word, quantized, rounded
+from whet.ops._fp8 import casts_in_ptx, e4m3_bits, e5m2_bytes, e5m2_four, quantized, rounded
 from whet.prove import prove
 from whet.roof import Ceilings
 from whet.verify import verify
@@ -24,19 +24,25 @@ OP = discover()["linear_cross_entropy"]
 
 
 @triton.jit
-def _codes_kernel(x_ptr, e4m3_ptr, e5m2_ptr, word_ptr, n, BLOCK: tl.constexpr, IN_PTX: tl.constexpr):
+def _codes_kernel(x_ptr, e4m3_ptr, e5m2_ptr, four_ptr, word_ptr, n, BLOCK: tl.constexpr, IN_PTX: tl.constexpr):
     i = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     x = tl.load(x_ptr + i, mask=i < n, other=0.0)
     tl.store(e4m3_ptr + i, e4m3_bits(tl.minimum(tl.maximum(x, -448.0), 448.0)).to(tl.uint8), mask=i < n)
     tl.store(e5m2_ptr + i, e5m2_bytes(x, IN_PTX), mask=i < n)
-    tl.store(word_ptr + i, e5m2_word(x, -x, 2 * x, x, IN_PTX), mask=i < n)
+    a, b, c, d, word = e5m2_four(x, -x, 2 * x, x, IN_PTX)
+    tl.store(four_ptr + 4 * i, a, mask=i < n)
+    tl.store(four_ptr + 4 * i + 1, b, mask=i < n)
+    tl.store(four_ptr + 4 * i + 2, c, mask=i < n)
+    tl.store(four_ptr + 4 * i + 3, d, mask=i < n)
+    tl.store(word_ptr + i, word, mask=i < n)
 
 
 def cast(x):
-    n, make = len(x), lambda dtype: torch.empty(len(x), dtype=dtype, device=DEVICE)
-    e4m3, e5m2, word = make(torch.uint8), make(torch.uint8), make(torch.int32)
-    _codes_kernel[(triton.cdiv(n, 1024),)](x, e4m3, e5m2, word, n, BLOCK=1024, IN_PTX=casts_in_ptx())
-    return e4m3, e5m2, word
+    """Its bytes of E4M3 and of E5M2, and four E5M2 a number as bytes and as words of bytes."""
+    n, make = len(x), lambda *more: torch.empty((len(x), *more), dtype=torch.uint8, device=DEVICE)
+    e4m3, e5m2, four, word = make(), make(), make(4), make(4)
+    _codes_kernel[(triton.cdiv(n, 1024),)](x, e4m3, e5m2, four, word.view(torch.int32), n, BLOCK=1024, IN_PTX=casts_in_ptx())
+    return e4m3, e5m2, four, word
 
 
 def around(dtype, most):
@@ -55,17 +61,17 @@ def test_every_code_of_e4m3_and_what_lies_between_goes_to_the_nearest():
 
 def test_every_code_of_e5m2_and_what_lies_between_goes_to_the_nearest():
     x = around(torch.float8_e5m2, 2.0**14)
-    _, bytes_, words = cast(x)
-    four = torch.stack([x, -x, 2 * x, x], 1).to(torch.float8_e5m2).view(torch.uint8)
-    assert torch.equal(bytes_, four[:, 0]) and torch.equal(words.view(torch.uint8).view(-1, 4), four)
+    _, bytes_, *fours = cast(x)
+    want = torch.stack([x, -x, 2 * x, x], 1).to(torch.float8_e5m2).view(torch.uint8)
+    assert torch.equal(bytes_, want[:, 0]) and all(torch.equal(four, want) for four in fours)
 
 
 @pytest.mark.parametrize("bits", [0x7FC00000, -0x400000, 0x7FFFFFFF, -1, 0x7F802000, -0x7FE000], ids=hex)
 def test_every_nan_stays_one(bits):
     x = torch.full((8,), bits, dtype=torch.int32, device=DEVICE).view(torch.float32)
-    e4m3, e5m2, word = cast(x)
+    e4m3, e5m2, four, word = cast(x)
     assert x.isnan().all() and e4m3.view(torch.float8_e4m3fn).float().isnan().all()
-    assert e5m2.view(torch.float8_e5m2).float().isnan().all() and word.view(torch.float8_e5m2).float().isnan().all()
+    assert all(byte.view(torch.float8_e5m2).float().isnan().all() for byte in (e5m2, four, word))
 
 
 MATRICES = {

@@ -8,6 +8,7 @@ from whet.launch import launcher
 from whet.ops._rows import cdiv, power_of_two
 
 LOWEST = tl.constexpr(-3.4028234663852886e38)  # of fp32, and finite: a row that starts with -inf keeps exp(z - top) defined
+LOG2E = tl.constexpr(1.4426950408889634)  # for tl.exp2, one instruction: tl.exp is five, three of them for what is below 2^-126
 
 
 @triton.jit
@@ -33,30 +34,43 @@ def _capped(z, softcap, HAS_SOFTCAP: tl.constexpr):
 
 
 @triton.jit
+def _with_tile(z, tops, masses, BLOCK_R: tl.constexpr, BLOCK_V: tl.constexpr, GROUP: tl.constexpr):
+    """tops and masses, the maxima and the sums of exp(z - top) of groups of columns, with those of one more tile in them."""
+    z = tl.reshape(z, (BLOCK_R, BLOCK_V // GROUP, GROUP))
+    higher = tl.maximum(tops, tl.max(tl.max(z, axis=2), axis=0))
+    sums = tl.sum(tl.sum(tl.exp2((z - higher[None, :, None]) * LOG2E), axis=2), axis=0)
+    return higher, masses * tl.exp2((tops - higher) * LOG2E) + sums
+
+
+@triton.jit
 def _softmax_of_row(
-    row_ptr, V, softcap,
-    BLOCK_R: tl.constexpr, BLOCK_V: tl.constexpr, HAS_SOFTCAP: tl.constexpr, HAS_SMOOTHING: tl.constexpr,
+    row_ptr, V, P, softcap,
+    BLOCK_R: tl.constexpr, BLOCK_V: tl.constexpr, GROUP: tl.constexpr, HAS_SOFTCAP: tl.constexpr, HAS_SMOOTHING: tl.constexpr,
 ):
     """top = max z, log_mass = log(sum exp(z - top)), with smoothing mean z, of one row, read once; V = 0 reads nothing.
 
-    A tile is (BLOCK_R, BLOCK_V), its rows in the same thread: the running maximum needs no barrier, and rescaling costs
-    1/BLOCK_R of an exp per element.
+    A tile is (BLOCK_R, BLOCK_V), its rows and GROUP neighbouring columns in the same thread: the running maximum needs no
+    barrier, and rescaling costs 1 / (BLOCK_R * GROUP) of an exp per element. Whole tiles have no mask; that of the last one is
+    of whole loads, since V may be odd.
     """
     v = tl.arange(0, BLOCK_R)[:, None] * BLOCK_V + tl.arange(0, BLOCK_V)[None, :]
-    tops = tl.full((BLOCK_V,), LOWEST, tl.float32)
-    masses = tl.zeros((BLOCK_V,), tl.float32)
+    tops = tl.full((BLOCK_V // GROUP,), LOWEST, tl.float32)
+    masses = tl.zeros((BLOCK_V // GROUP,), tl.float32)
     totals = tl.zeros((BLOCK_V,), tl.float32)
-    for start in range(0, V, BLOCK_R * BLOCK_V):
-        z = tl.load(row_ptr + start + v, mask=start + v < V, other=float("-inf")).to(tl.float32)
-        if HAS_SOFTCAP:
-            z = tl.where(start + v < V, _capped(z, softcap, HAS_SOFTCAP), float("-inf"))
-        higher = tl.maximum(tops, tl.max(z, axis=0))
-        masses = masses * tl.exp(tops - higher) + tl.sum(tl.exp(z - higher[None, :]), axis=0)
+    whole = V // (BLOCK_R * BLOCK_V) * (BLOCK_R * BLOCK_V)
+    for start in range(0, whole, BLOCK_R * BLOCK_V):
+        z = _capped(tl.load(row_ptr + start + v).to(tl.float32), softcap, HAS_SOFTCAP)
+        tops, masses = _with_tile(z, tops, masses, BLOCK_R, BLOCK_V, GROUP)
         if HAS_SMOOTHING:
-            totals += tl.sum(tl.where(start + v < V, z, 0.0), axis=0)
-        tops = higher
+            totals += tl.sum(z, axis=0)
+    if whole < V:
+        z = tl.load(row_ptr + whole + v, mask=whole + v < P, other=0.0).to(tl.float32)
+        z = tl.where(whole + v < V, _capped(z, softcap, HAS_SOFTCAP), float("-inf"))
+        tops, masses = _with_tile(z, tops, masses, BLOCK_R, BLOCK_V, GROUP)
+        if HAS_SMOOTHING:
+            totals += tl.sum(tl.where(whole + v < V, z, 0.0), axis=0)
     top = tl.max(tops, axis=0)
-    return top, tl.log(tl.sum(masses * tl.exp(tops - top), axis=0)), tl.sum(totals, axis=0) / V
+    return top, tl.log(tl.sum(masses * tl.exp2((tops - top) * LOG2E), axis=0)), tl.sum(totals, axis=0) / V
 
 
 @triton.jit
@@ -69,13 +83,34 @@ def _loss(top, log_mass, mean, at_target, smoothing, HAS_SMOOTHING: tl.constexpr
 
 
 @triton.jit
-def _gradient(z, v, target, top, log_mass, V, smoothing, softcap, HAS_SOFTCAP: tl.constexpr):
-    """d loss / d z of one row: softmax minus the smoothed one-hot target, through the softcap."""
+def _gradient(z, weight, top, log_mass, softcap, HAS_SOFTCAP: tl.constexpr):
+    """d loss / d z: softmax minus weight, what the smoothed one-hot target holds there, through the softcap."""
     capped = _capped(z, softcap, HAS_SOFTCAP)
-    d = tl.exp((capped - top) - log_mass) - smoothing / V - tl.where(v == target, 1.0 - smoothing, 0.0)
+    d = tl.exp2((capped - top) * LOG2E - log_mass * LOG2E) - weight
     if HAS_SOFTCAP:
         d *= 1.0 - (capped / softcap) * (capped / softcap)
     return d
+
+
+@triton.jit
+def _put_gradient(
+    row_ptr, to_ptr, v, start, end, target, counts, top, log_mass, factor, V, P, smoothing, softcap,
+    HAS_SOFTCAP: tl.constexpr, HAS_SMOOTHING: tl.constexpr,
+):
+    """factor times the gradient of one row's columns v, from start to end, to to_ptr; zero where ignored and past V.
+
+    Most tiles are whole and without the target: there the mask and the one-hot, three times the instructions, are left out.
+    """
+    share = smoothing / V if HAS_SMOOTHING else 0.0
+    if counts & (end <= V) & ((target < start) | (target >= end)):
+        d = _gradient(tl.load(row_ptr + v).to(tl.float32), share, top, log_mass, softcap, HAS_SOFTCAP)
+        tl.store(to_ptr + v, d * factor)
+    else:
+        z = tl.load(row_ptr + v, mask=(v < P) & counts, other=0.0).to(tl.float32)
+        here = tl.where((target >= start) & (target < end), target, -1).to(tl.int32)
+        weight = share + tl.where(v == here, 1.0 - smoothing, 0.0)
+        d = _gradient(z, weight, top, log_mass, softcap, HAS_SOFTCAP)
+        tl.store(to_ptr + v, tl.where((v < V) & counts, d * factor, 0.0), mask=v < P)
 
 
 @triton.jit
@@ -84,7 +119,7 @@ def _loss_kernel(
     loss_ptr, stats_ptr,  # outputs: (M,), (2, M)
     stride_zm, stride_stats,
     V, P, ignore_index, smoothing, softcap,
-    BLOCK_R: tl.constexpr, BLOCK_V: tl.constexpr, HAS_SOFTCAP: tl.constexpr, HAS_SMOOTHING: tl.constexpr,
+    BLOCK_R: tl.constexpr, BLOCK_V: tl.constexpr, GROUP: tl.constexpr, HAS_SOFTCAP: tl.constexpr, HAS_SMOOTHING: tl.constexpr,
 ):
     """loss = log(sum exp z) - z[target] per row, and the two numbers its softmax is made again from.  One program, one row.
 
@@ -101,7 +136,7 @@ def _loss_kernel(
     at_target = tl.load(row_ptr + target, mask=(target >= 0) & (target < V), other=0.0).to(tl.float32)
     at_target = _capped(at_target, softcap, HAS_SOFTCAP)
     top, log_mass, mean = _softmax_of_row(
-        row_ptr, tl.where(counts, V, 0), softcap, BLOCK_R, BLOCK_V, HAS_SOFTCAP, HAS_SMOOTHING
+        row_ptr, tl.where(counts, V, 0), P, softcap, BLOCK_R, BLOCK_V, GROUP, HAS_SOFTCAP, HAS_SMOOTHING
     )
     loss = _loss(top, log_mass, mean, at_target, smoothing, HAS_SMOOTHING)
     tl.store(loss_ptr + m, tl.where(counts, loss, 0.0))
@@ -115,7 +150,7 @@ def _dlogits_kernel(
     dz_ptr,  # output, may be z_ptr
     stride_zm, stride_dzm, stride_stats, stride_dloss,
     V, P, ignore_index, smoothing, softcap,
-    BLOCK_V: tl.constexpr, HAS_SOFTCAP: tl.constexpr,
+    BLOCK_V: tl.constexpr, HAS_SOFTCAP: tl.constexpr, HAS_SMOOTHING: tl.constexpr,
 ):
     """dz = (softmax(z) - onehot(target)) * dloss * scale, zero where ignored.  One program, BLOCK_V columns of one row.
 
@@ -127,15 +162,17 @@ def _dlogits_kernel(
     pid = tl.program_id(0)
     blocks = tl.cdiv(P, BLOCK_V)
     m = (pid // blocks).to(tl.int64)
-    v = (pid % blocks) * BLOCK_V + tl.arange(0, BLOCK_V)
+    start = (pid % blocks) * BLOCK_V
+    v = start + tl.arange(0, BLOCK_V)
     target = tl.load(target_ptr + m).to(tl.int64)
     counts = target != ignore_index
 
-    z = tl.load(z_ptr + m * stride_zm + v, mask=(v < P) & counts, other=0.0).to(tl.float32)
     top, log_mass = tl.load(stats_ptr + m), tl.load(stats_ptr + stride_stats + m)
-    d = _gradient(z, v, target, top, log_mass, V, smoothing, softcap, HAS_SOFTCAP)
     dloss = tl.load(dloss_ptr + m * stride_dloss) * tl.load(scale_ptr)
-    tl.store(dz_ptr + m * stride_dzm + v, tl.where((v < V) & counts, d * dloss, 0.0), mask=v < P)
+    _put_gradient(
+        z_ptr + m * stride_zm, dz_ptr + m * stride_dzm, v, start, start + BLOCK_V, target, counts, top, log_mass, dloss,
+        V, P, smoothing, softcap, HAS_SOFTCAP, HAS_SMOOTHING,
+    )
 
 
 @triton.jit
@@ -144,7 +181,7 @@ def _loss_and_dlogits_kernel(
     loss_ptr,
     stride_zm,
     V, P, ignore_index, smoothing, softcap,
-    BLOCK_R: tl.constexpr, BLOCK_V: tl.constexpr, HAS_SOFTCAP: tl.constexpr, HAS_SMOOTHING: tl.constexpr,
+    BLOCK_R: tl.constexpr, BLOCK_V: tl.constexpr, GROUP: tl.constexpr, HAS_SOFTCAP: tl.constexpr, HAS_SMOOTHING: tl.constexpr,
 ):
     """The loss of a row, then dz = softmax(z) - onehot(target) over it, zero where ignored.  One program, one row.
 
@@ -161,7 +198,7 @@ def _loss_and_dlogits_kernel(
     at_target = tl.load(row_ptr + target, mask=(target >= 0) & (target < V), other=0.0).to(tl.float32)
     at_target = _capped(at_target, softcap, HAS_SOFTCAP)
     top, log_mass, mean = _softmax_of_row(
-        row_ptr, tl.where(counts, V, 0), softcap, BLOCK_R, BLOCK_V, HAS_SOFTCAP, HAS_SMOOTHING
+        row_ptr, tl.where(counts, V, 0), P, softcap, BLOCK_R, BLOCK_V, GROUP, HAS_SOFTCAP, HAS_SMOOTHING
     )
     loss = _loss(top, log_mass, mean, at_target, smoothing, HAS_SMOOTHING)
     tl.store(loss_ptr + m, tl.where(counts, loss, 0.0))
@@ -170,10 +207,11 @@ def _loss_and_dlogits_kernel(
     tile = tl.arange(0, BLOCK_R)[:, None] * BLOCK_V + tl.arange(0, BLOCK_V)[None, :]
     tiles = tl.cdiv(P, BLOCK_R * BLOCK_V)
     for done in range(0, tiles):
-        v = (tiles - 1 - done) * (BLOCK_R * BLOCK_V) + tile
-        z = tl.load(row_ptr + v, mask=(v < P) & counts, other=0.0).to(tl.float32)
-        d = _gradient(z, v, target, top, log_mass, V, smoothing, softcap, HAS_SOFTCAP)
-        tl.store(row_ptr + v, tl.where((v < V) & counts, d, 0.0), mask=v < P)
+        start = (tiles - 1 - done) * (BLOCK_R * BLOCK_V)
+        _put_gradient(
+            row_ptr, row_ptr, start + tile, start, start + BLOCK_R * BLOCK_V, target, counts, top, log_mass, 1.0,
+            V, P, smoothing, softcap, HAS_SOFTCAP, HAS_SMOOTHING,
+        )
 
 
 @triton.jit
@@ -206,11 +244,14 @@ def _reduce_kernel(
     tl.store(scale_ptr, tl.where(counted > 0.0, tl.div_rn(1.0, divisor), 0.0))
 
 
-def tile(P: int) -> dict:
-    """BLOCK_R, BLOCK_V, num_warps of the one-row kernels: eight columns a thread, two deep; deeper or wider was slower."""
+def tile(P: int, itemsize: int) -> dict:
+    """BLOCK_R, BLOCK_V, GROUP, num_warps of the one-row kernels: eight columns a thread, two deep; deeper or wider was slower.
+
+    A group is one load of a thread.
+    """
     BLOCK_V = min(power_of_two(max(P, 16)), 2048 if P <= 65536 else 4096)
     BLOCK_R = min(2, power_of_two(cdiv(P, BLOCK_V)))
-    return dict(BLOCK_R=BLOCK_R, BLOCK_V=BLOCK_V, num_warps=max(1, BLOCK_V // 256))
+    return dict(BLOCK_R=BLOCK_R, BLOCK_V=BLOCK_V, GROUP=16 // itemsize, num_warps=max(1, BLOCK_V // 256))
 
 
 def losses(z, V, target, ignore_index, smoothing, softcap, loss, stats):
@@ -219,7 +260,7 @@ def losses(z, V, target, ignore_index, smoothing, softcap, loss, stats):
     if M:
         launcher(_loss_kernel)[(M,)](
             z, target, loss, stats, z.stride(0), stats.stride(0), V, P, ignore_index, smoothing, softcap,
-            HAS_SOFTCAP=softcap > 0, HAS_SMOOTHING=smoothing > 0, **tile(P),
+            HAS_SOFTCAP=softcap > 0, HAS_SMOOTHING=smoothing > 0, **tile(P, z.element_size()),
         )
 
 
@@ -229,7 +270,7 @@ def losses_and_dlogits(z, V, target, ignore_index, smoothing, softcap, loss):
     if M:
         launcher(_loss_and_dlogits_kernel)[(M,)](
             z, target, loss, z.stride(0), V, P, ignore_index, smoothing, softcap,
-            HAS_SOFTCAP=softcap > 0, HAS_SMOOTHING=smoothing > 0, **tile(P),
+            HAS_SOFTCAP=softcap > 0, HAS_SMOOTHING=smoothing > 0, **tile(P, z.element_size()),
         )
 
 
@@ -243,7 +284,7 @@ def dlogits(z, V, target, stats, dloss, scale, ignore_index, smoothing, softcap,
             z, target, stats, dloss, scale, dz,
             z.stride(0), dz.stride(0), stats.stride(0), 0 if dloss.numel() == 1 else dloss.stride(0),
             V, P, ignore_index, smoothing, softcap,
-            BLOCK_V=BLOCK_V, HAS_SOFTCAP=softcap > 0, num_warps=max(1, min(8, BLOCK_V // 256)),
+            BLOCK_V=BLOCK_V, HAS_SOFTCAP=softcap > 0, HAS_SMOOTHING=smoothing > 0, num_warps=max(1, min(8, BLOCK_V // 256)),
         )
     return dz
 

@@ -120,12 +120,41 @@ def e5m2_bytes(x, IN_PTX: tl.constexpr):
 
 
 @triton.jit
-def e5m2_word(a, b, c, d, IN_PTX: tl.constexpr):
-    """Four such bytes as an int32, that of a the lowest."""
+def widened(x, IN_PTX: tl.constexpr):
+    """bfloat16 in float32. In PTX one instruction each: of two in a register ptxas takes two for the upper one."""
     if IN_PTX:
-        return tl.inline_asm_elementwise(_CAST, "=r,f,f,f,f", [a, b, c, d], dtype=tl.int32, is_pure=True, pack=1)
+        return tl.inline_asm_elementwise(
+            "shl.b32 $0, $2, 16; and.b32 $1, $2, 0xffff0000;", "=&r,=r,r", [x], dtype=tl.float32, is_pure=True, pack=2,
+        )
     else:
-        return _e5m2_bits(a) | (_e5m2_bits(b) << 8) | (_e5m2_bits(c) << 16) | (_e5m2_bits(d) << 24)
+        return x.to(tl.float32)
+
+
+# Sixteen numbers, four of each operand: two casts make a word of an operand's neighbours, and eight permutations of bytes make
+# the four words of what lies at one place.
+_CAST_AND_TURN = tl.constexpr(
+    "{ .reg .b16 low, high; .reg .b32 a, b, c, d, ab, cd, ef, gh;"
+    " cvt.rn.satfinite.e5m2x2.f32 low, $9, $8; cvt.rn.satfinite.e5m2x2.f32 high, $11, $10; mov.b32 a, {low, high};"
+    " cvt.rn.satfinite.e5m2x2.f32 low, $13, $12; cvt.rn.satfinite.e5m2x2.f32 high, $15, $14; mov.b32 b, {low, high};"
+    " cvt.rn.satfinite.e5m2x2.f32 low, $17, $16; cvt.rn.satfinite.e5m2x2.f32 high, $19, $18; mov.b32 c, {low, high};"
+    " cvt.rn.satfinite.e5m2x2.f32 low, $21, $20; cvt.rn.satfinite.e5m2x2.f32 high, $23, $22; mov.b32 d, {low, high};"
+    " prmt.b32 ab, a, b, 0x5140; prmt.b32 cd, c, d, 0x5140; prmt.b32 ef, a, b, 0x7362; prmt.b32 gh, c, d, 0x7362;"
+    " mov.b32 $0, a; mov.b32 $1, b; mov.b32 $2, c; mov.b32 $3, d;"
+    " prmt.b32 $4, ab, cd, 0x5410; prmt.b32 $5, ab, cd, 0x7632; prmt.b32 $6, ef, gh, 0x5410; prmt.b32 $7, ef, gh, 0x7632; }"
+)
+
+
+@triton.jit
+def e5m2_four(a, b, c, d, IN_PTX: tl.constexpr):
+    """The E5M2 nearest to each, as uint8, and the four bytes as one int32, that of a the lowest."""
+    if IN_PTX:
+        return tl.inline_asm_elementwise(
+            _CAST_AND_TURN, "=r,=r,=r,=r,=r,=r,=r,=r,f,f,f,f,f,f,f,f,f,f,f,f,f,f,f,f", [a, b, c, d],
+            dtype=(tl.uint8, tl.uint8, tl.uint8, tl.uint8, tl.int32), is_pure=True, pack=4,
+        )
+    else:
+        a, b, c, d = _e5m2_bits(a), _e5m2_bits(b), _e5m2_bits(c), _e5m2_bits(d)
+        return a.to(tl.uint8), b.to(tl.uint8), c.to(tl.uint8), d.to(tl.uint8), a | (b << 8) | (c << 16) | (d << 24)
 
 
 @triton.jit

@@ -7,38 +7,54 @@ import triton.language as tl
 from whet.launch import launcher
 from whet.op import autocast_of
 from whet.ops import _cross_entropy as kernels
-from whet.ops._cross_entropy import _gradient, _narrow
-from whet.ops._fp8 import E4M3, E5M2, UNIT, casts_in_ptx, e5m2_bytes, e5m2_word, padded, product, quantized
+from whet.ops._cross_entropy import LOG2E, _gradient, _narrow
+from whet.ops._fp8 import E4M3, E5M2, UNIT, casts_in_ptx, e5m2_bytes, e5m2_four, padded, product, quantized, widened
 from whet.ops._loss_chunks import CHUNK_BYTES, chunks, scaled, sum_dtype
 from whet.ops._rows import cdiv, unit_rows
 from whet.torch_ops import Fused
 
 NO_FP8 = "computes in the inputs' precision; precision='fp8' is served by triton_fp8, eager and compile"
-LOG2E = tl.constexpr(1.4426950408889634)
 STEEP = tl.constexpr(32768.0)  # the gradient of a logit, within -1..1, is held as 2^15 times that: E5M2 ends at 57344
 SHORT = 1024  # of D: so few products may be added in 14 bits, inside the tensor cores alone
+TILES = 3  # a program, of 128 rows by 64 columns: what is known of the rows is loaded once; 50304 columns are 262 times three
 TOGETHER = 2  # chunks whose products with dlogits.T are one: its sums go to memory that much less often
 
 
 @triton.jit
-def _steep_row(
-    z_ptr, target_ptr, stats_ptr, stride_zm, stride_stats, m, v, M, V, P, ignore_index, softcap,
-    HAS_SOFTCAP: tl.constexpr,
-):
-    """2^15 (softmax(z) - onehot(target)) of the rows m and the columns v, zero where ignored; columns past V are anything."""
-    target = tl.load(target_ptr + m, mask=m < M, other=ignore_index)
-    counts = (target != ignore_index) & (m < M)
-    target = tl.where(counts, target, -1).to(tl.int32)
+def _softmax_of_rows(target_ptr, stats_ptr, stride_stats, m, exists, ignore_index):
+    """Which of the rows m count, their maxima, and their log_mass: infinite where they do not, no probability for any."""
+    target = tl.load(target_ptr + m, mask=exists, other=ignore_index)
+    counts = (target != ignore_index) & exists
     top = tl.load(stats_ptr + m, mask=counts, other=0.0)
-    log_mass = tl.load(stats_ptr + stride_stats + m, mask=counts, other=float("inf"))  # no probability for any
-    # A mask of whole loads: V may be odd.
-    z = tl.load(z_ptr + m[:, None] * stride_zm + v[None, :], mask=counts[:, None] & (v < P)[None, :], other=0.0).to(tl.float32)
+    return counts, top, tl.load(stats_ptr + stride_stats + m, mask=counts, other=float("inf"))
+
+
+@triton.jit
+def _steep(z, weight, top, log_mass, softcap, HAS_SOFTCAP: tl.constexpr):
+    """2^15 (softmax(z) - weight), through the softcap.
+
+    Of a difference first, in which no large logits are left; then one multiply-add and one exponential.
+    """
     if HAS_SOFTCAP:
-        d = _gradient(z, v[None, :], target[:, None], top[:, None], log_mass[:, None], V, 0.0, softcap, HAS_SOFTCAP) * STEEP
-    else:  # a difference, in which no large logits are left, one multiply-add and one exponential for each
-        d = tl.exp2((z - top[:, None]) * LOG2E - (log_mass * LOG2E - 15.0)[:, None])
-        d = tl.where(v[None, :] == target[:, None], d - STEEP, d)
-    return d
+        return _gradient(z, weight, top, log_mass, softcap, HAS_SOFTCAP) * STEEP
+    else:
+        return tl.exp2((z - top) * LOG2E - (log_mass * LOG2E - 15.0)) - weight * STEEP
+
+
+@triton.jit
+def _put_targets(
+    z_ptr, target_ptr, stats_ptr, dz_ptr, turned_ptr, stride_zm, stride_stats, stride_turned, m, start, end,
+    M, P, ignore_index, softcap, HAS_SOFTCAP: tl.constexpr, IN_PTX: tl.constexpr,
+):
+    """What the targets of the rows m that lie from start to end have as their gradient, in both places."""
+    target = tl.load(target_ptr + m, mask=m < M, other=ignore_index).to(tl.int64)
+    here = (m < M) & (target != ignore_index) & (target >= start) & (target < end)
+    z = tl.load(z_ptr + m * stride_zm + target, mask=here, other=0.0).to(tl.float32)
+    top = tl.load(stats_ptr + m, mask=here, other=0.0)
+    log_mass = tl.load(stats_ptr + stride_stats + m, mask=here, other=0.0)
+    byte = e5m2_bytes(_steep(z, 1.0, top, log_mass, softcap, HAS_SOFTCAP), IN_PTX)
+    tl.store(dz_ptr + m * P + target, byte, mask=here)
+    tl.store(turned_ptr.to(tl.pointer_type(tl.uint8)) + target * (4 * stride_turned) + m, byte, mask=here)
 
 
 @triton.jit
@@ -47,45 +63,72 @@ def _fp8_dlogits_kernel(
     dz_ptr, turned_ptr,  # outputs: (M, P) bytes; (P, fours) int32 of four rows' bytes each
     stride_zm, stride_stats, stride_turned,
     M, V, P, fours, ignore_index, softcap,
-    BLOCK_M: tl.constexpr, BLOCK_V: tl.constexpr, HAS_SOFTCAP: tl.constexpr, IN_PTX: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_V: tl.constexpr, TILES: tl.constexpr, HAS_SOFTCAP: tl.constexpr, IN_PTX: tl.constexpr,
 ):
     """dz = E5M2(2^15 (softmax(z) - onehot(target))), zero where ignored, and its transpose.  A program, 4 BLOCK_M rows.
 
     Fuses   softmax, the one-hot, the softcap's slope, the rounding and the transpose; zeros up to P and to 4 * fours rows.
+            Targets, one a row, and the columns from V to P, fewer than 16, are written over what the tiles have there.
     Moves   z in; dz out, a byte an element, twice. Four rows are turned as one word: shared memory is slow at single bytes.
     Rounds  to E5M2 once. 2^-32 and less of a row's probability is nothing.
     """
     softcap = _narrow(softcap)
     pid = tl.program_id(0)
-    blocks = tl.cdiv(P, BLOCK_V)
-    four = (pid // blocks).to(tl.int64) * BLOCK_M + tl.arange(0, BLOCK_M)
-    first = (pid % blocks) * BLOCK_V
-    v = first + tl.arange(0, BLOCK_V)
-    m, in_row = 4 * four, (v < P)[None, :]
-    a = _steep_row(z_ptr, target_ptr, stats_ptr, stride_zm, stride_stats, m, v, M, V, P, ignore_index, softcap, HAS_SOFTCAP)
-    b = _steep_row(z_ptr, target_ptr, stats_ptr, stride_zm, stride_stats, m + 1, v, M, V, P, ignore_index, softcap, HAS_SOFTCAP)
-    c = _steep_row(z_ptr, target_ptr, stats_ptr, stride_zm, stride_stats, m + 2, v, M, V, P, ignore_index, softcap, HAS_SOFTCAP)
-    d = _steep_row(z_ptr, target_ptr, stats_ptr, stride_zm, stride_stats, m + 3, v, M, V, P, ignore_index, softcap, HAS_SOFTCAP)
-    if first + BLOCK_V > V:
-        in_vocab = (v < V)[None, :]
-        a, b = tl.where(in_vocab, a, 0.0), tl.where(in_vocab, b, 0.0)
-        c, d = tl.where(in_vocab, c, 0.0), tl.where(in_vocab, d, 0.0)
-    at = dz_ptr + m[:, None] * P + v[None, :]
-    tl.store(at, e5m2_bytes(a, IN_PTX), mask=(m < M)[:, None] & in_row)
-    tl.store(at + P, e5m2_bytes(b, IN_PTX), mask=(m + 1 < M)[:, None] & in_row)
-    tl.store(at + 2 * P, e5m2_bytes(c, IN_PTX), mask=(m + 2 < M)[:, None] & in_row)
-    tl.store(at + 3 * P, e5m2_bytes(d, IN_PTX), mask=(m + 3 < M)[:, None] & in_row)
-    to = turned_ptr + v[:, None].to(tl.int64) * stride_turned + four[None, :]
-    tl.store(to, tl.trans(e5m2_word(a, b, c, d, IN_PTX)), mask=(v < P)[:, None] & (four < fours)[None, :])
+    blocks = tl.cdiv(P, BLOCK_V * TILES)
+    first_four, first = (pid // blocks).to(tl.int64) * BLOCK_M, (pid % blocks) * (BLOCK_V * TILES)
+    row, left = tl.arange(0, BLOCK_M) * 4, tl.minimum(M - 4 * first_four, 4 * BLOCK_M).to(tl.int32)
+    four, in_fours = first_four + tl.arange(0, BLOCK_M), tl.arange(0, BLOCK_M) < fours - first_four
+    m = 4 * four
+    in_a, top_a, mass_a = _softmax_of_rows(target_ptr, stats_ptr, stride_stats, m, row < left, ignore_index)
+    in_b, top_b, mass_b = _softmax_of_rows(target_ptr, stats_ptr, stride_stats, m + 1, row + 1 < left, ignore_index)
+    in_c, top_c, mass_c = _softmax_of_rows(target_ptr, stats_ptr, stride_stats, m + 2, row + 2 < left, ignore_index)
+    in_d, top_d, mass_d = _softmax_of_rows(target_ptr, stats_ptr, stride_stats, m + 3, row + 3 < left, ignore_index)
+    end = tl.minimum(first + BLOCK_V * TILES, P)
+    for start in range(first, end, BLOCK_V):
+        v = start + tl.arange(0, BLOCK_V)
+        at, in_row = z_ptr + m[:, None] * stride_zm + v[None, :], (v < P)[None, :]
+        # All loads first, so that they wait together. Their masks are those of whole loads, since V may be odd.
+        a = tl.load(at, mask=in_a[:, None] & in_row, other=0.0)
+        b = tl.load(at + stride_zm, mask=in_b[:, None] & in_row, other=0.0)
+        c = tl.load(at + 2 * stride_zm, mask=in_c[:, None] & in_row, other=0.0)
+        d = tl.load(at + 3 * stride_zm, mask=in_d[:, None] & in_row, other=0.0)
+        a = _steep(widened(a, IN_PTX), 0.0, top_a[:, None], mass_a[:, None], softcap, HAS_SOFTCAP)
+        b = _steep(widened(b, IN_PTX), 0.0, top_b[:, None], mass_b[:, None], softcap, HAS_SOFTCAP)
+        c = _steep(widened(c, IN_PTX), 0.0, top_c[:, None], mass_c[:, None], softcap, HAS_SOFTCAP)
+        d = _steep(widened(d, IN_PTX), 0.0, top_d[:, None], mass_d[:, None], softcap, HAS_SOFTCAP)
+        a, b, c, d, word = e5m2_four(a, b, c, d, IN_PTX)
+        at = dz_ptr + m[:, None] * P + v[None, :]
+        tl.store(at, a, mask=(row < left)[:, None] & in_row)
+        tl.store(at + P, b, mask=(row + 1 < left)[:, None] & in_row)
+        tl.store(at + 2 * P, c, mask=(row + 2 < left)[:, None] & in_row)
+        tl.store(at + 3 * P, d, mask=(row + 3 < left)[:, None] & in_row)
+        to = turned_ptr + v[:, None].to(tl.int64) * stride_turned + four[None, :]
+        tl.store(to, tl.trans(word), mask=(v < P)[:, None] & in_fours[None, :])
+
+    tl.debug_barrier()  # every tile is stored before parts of it are stored over
+    m = 4 * first_four + tl.arange(0, 4 * BLOCK_M)
+    _put_targets(
+        z_ptr, target_ptr, stats_ptr, dz_ptr, turned_ptr, stride_zm, stride_stats, stride_turned, m, first, tl.minimum(end, V),
+        M, P, ignore_index, softcap, HAS_SOFTCAP, IN_PTX,
+    )
+    if end > V:
+        v = V + tl.arange(0, 16)
+        zeros = tl.zeros((4 * BLOCK_M, 16), dtype=tl.uint8)
+        tl.store(dz_ptr + m[:, None] * P + v[None, :], zeros, mask=(m < M)[:, None] & (v < P)[None, :])
+        to = turned_ptr + v[:, None].to(tl.int64) * stride_turned + four[None, :]
+        tl.store(to, tl.zeros((16, BLOCK_M), dtype=tl.int32), mask=(v < P)[:, None] & in_fours[None, :])
 
 
 def dlogits(z, V, target, stats, ignore_index, softcap, dz, turned):
-    """Fill dz (M, P), and turned (P, a multiple of four and at least M) with its transpose, from z (M, P) and its stats."""
+    """Fill dz (M, P), and turned (P, a multiple of four and at least M) with its transpose, from z (M, P) and its stats.
+
+    P is the least multiple of UNIT that is not below V.
+    """
     (M, P), words = z.shape, turned.view(torch.int32)
     fours, strides = words.shape[1], (z.stride(0), stats.stride(0), words.stride(0))
-    launcher(_fp8_dlogits_kernel)[(cdiv(fours, 16) * cdiv(P, 128),)](
+    launcher(_fp8_dlogits_kernel)[(cdiv(fours, 32) * cdiv(P, 64 * TILES),)](
         z, target, stats, dz.view(torch.uint8), words, *strides, M, V, P, fours, ignore_index, softcap,
-        BLOCK_M=16, BLOCK_V=128, HAS_SOFTCAP=softcap > 0, IN_PTX=casts_in_ptx(), num_warps=4,
+        BLOCK_M=32, BLOCK_V=64, TILES=TILES, HAS_SOFTCAP=softcap > 0, IN_PTX=casts_in_ptx(), num_warps=4,
     )
 
 
