@@ -28,6 +28,7 @@ from whet.choices import Choices, current
 from whet.models import Model, TaskRecipe
 from whet.models._chunked import chunked_mean, chunks_of
 from whet.models._projections import cut, fill, joined, project
+from whet.models._residual import ResidualBlock
 from whet.op import autocast_of
 
 VARIANTS = ("plain", "stock", "tuned")
@@ -137,7 +138,7 @@ class NPMlp(nn.Module):
         return self.down(F.silu(self.up(y)))
 
 
-class NPBlock(nn.Module):
+class NPBlock(ResidualBlock, nn.Module):
     def __init__(self, c: TransformerNPConfig, variant: str):
         super().__init__()
         self.eps = c.eps

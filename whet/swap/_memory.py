@@ -84,10 +84,14 @@ def is_cache(value: Any) -> bool:
 
 
 def computed_again(self, *args, **kwargs):
-    """The forward of a block that keeps only its inputs. As Transformers does it, such a block is given no cache."""
+    """The forward of a block that keeps only its inputs, or what its `kept_inputs` makes of them.
+
+    As Transformers does it, such a block is given no cache.
+    """
     if not (self.training and torch.is_grad_enabled()):
         return self._whet_unsaved(*args, **kwargs)
     args = tuple(None if is_cache(a) else a for a in args)
+    args = self.kept_inputs(*args) if hasattr(self, "kept_inputs") else args
     kwargs = {k: None if is_cache(v) else False if k == "use_cache" else v for k, v in kwargs.items()}
     return checkpoint(self._whet_unsaved, *args, use_reentrant=False, preserve_rng_state=True, **kwargs)
 
