@@ -141,20 +141,21 @@ class NPMlp(nn.Module):
 class NPBlock(ResidualBlock, nn.Module):
     def __init__(self, c: TransformerNPConfig, variant: str):
         super().__init__()
-        self.eps = c.eps
+        self.eps, self.narrow = c.eps, variant == "tuned"
         self.norm1, self.norm2 = nn.Parameter(torch.ones(c.width)), nn.Parameter(torch.ones(c.width))
         self.attention, self.mlp = NPAttention(c, variant), NPMlp(c, variant)
 
     def forward(self, h, delta, context: int, ops, start: int = 0):
         """h is the residual stream, delta what the layer before adds to it, inside this one's norm; both from `start` on."""
-        y, h = normed(h, delta, self.norm1, self.eps, ops)
-        y, h = normed(h[:, start:], self.attention(y, context, ops, start), self.norm2, self.eps, ops)
+        y, h = normed(h, delta, self.norm1, self.eps, ops, self.narrow)
+        y, h = normed(h[:, start:], self.attention(y, context, ops, start), self.norm2, self.eps, ops, self.narrow)
         return h, self.mlp(y, ops)
 
 
-def normed(h, delta, weight, eps: float, ops):
-    """(the norm of h + delta, h + delta)"""
-    return (ops.rms_norm(h, weight, eps), h) if delta is None else ops.add_rms_norm(delta, h, weight, eps)
+def normed(h, delta, weight, eps: float, ops, narrow: bool):
+    """(the norm of h + delta, h + delta)  narrow: the norm in the dtype of the products, by which their calls are known."""
+    y, h = (ops.rms_norm(h, weight, eps), h) if delta is None else ops.add_rms_norm(delta, h, weight, eps)
+    return y.to(autocast_of(y) or y.dtype) if narrow else y, h
 
 
 class MixtureHeads(nn.Module):
@@ -228,8 +229,7 @@ class TransformerNP(nn.Module):
             h, delta = last(h, delta, context, self.ops, context)
         else:
             h, delta = (t[:, context:] for t in last(h, delta, context, self.ops))
-        y, _ = normed(h, delta, self.norm, self.c.eps, self.ops)
-        return y.to(autocast_of(y) or y.dtype) if self.variant == "tuned" else y  # as its product takes it: y itself is let go
+        return normed(h, delta, self.norm, self.c.eps, self.ops, self.variant == "tuned")[0]
 
     def mixture(self, features, context: int):
         """Of each target (logit of its weight, mu, log_sigma) of K components: (B, N, K, 3)."""

@@ -13,7 +13,7 @@ from torch.utils.checkpoint import checkpoint
 from whet.choices import Choices
 from whet.judge import Verdict
 from whet.measure import free_memory, race
-from whet.swap import Edit, Met, Site
+from whet.swap import Edit, Journal, Met, Site
 from whet.swap._replace import cut, quiet, uncached
 
 if TYPE_CHECKING:
@@ -98,6 +98,12 @@ def computed_again(self, *args, **kwargs):
 
 def edits(block: nn.Module, ops: Choices) -> list[Edit]:
     return [Edit(block, "_whet_unsaved", block.forward), Edit(block, "forward", types.MethodType(computed_again, block))]
+
+
+def compute_again(model: nn.Module, paths: list[str]) -> None:
+    """From now on the blocks at these paths keep their inputs alone."""
+    for path in paths:
+        Journal().make(edits(model.get_submodule(path), Choices()))
 
 
 def fewest(count: int, fits: Callable[[int], bool]) -> int | None:
