@@ -19,7 +19,7 @@ ORDER = [
     "train", "exercise",
     "commands", "__main__",
 ]
-FILE_LINES, FUNCTION_LINES, PACKAGE_LINES = 400, 50, 49400
+FILE_LINES, FUNCTION_LINES, PACKAGE_LINES = 400, 50, 49800
 
 
 def tracked() -> list[Path]:

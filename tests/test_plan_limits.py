@@ -168,7 +168,7 @@ def test_a_model_over_the_limit_runs_with_blocks_computed_again_and_the_same_gra
     least, whole = (trial.memory.of(p, trial.choices_of(p), "float32").peak for p in (some, base))
     assert least < 0.9 * whole
     limit = trial.limit = Limit(int(least / AIM) + 1, trial.memory, "float32", False)
-    todo = within([p for p in [base] if p.choices != "own"], made.before(), limit, trial.choices_of, {}, len(made.blocks))
+    todo = within([p for p in [base] if p.choices != "own"], made, limit, trial.choices_of, {})
     assert [p.blocks > 0 for p in todo] == [*[False] * (base.choices != "own"), True]
     for plan in todo:
         trial.run(plan)

@@ -15,6 +15,7 @@ from whet.op import DTYPES, Call, discover, tensors
 from whet.plan import BEFORE, Plan, PlanResult, graphed
 from whet.plan_memory import WITHIN, PlanMemory, StorageBytes
 from whet.race import Outcome, Ratio, decide, paired, through
+from whet.subjects import Subject
 from whet.swap._memory import fewest, gib
 
 AIM = 0.97  # of the limit, by prediction: a plan that is a little larger than predicted still fits
@@ -174,11 +175,16 @@ def fastest(heats: Sequence[Race], results: Mapping[str, PlanResult], limit: Lim
 
 
 def within(
-    todo: Sequence[Plan], before: Plan, limit: Limit, choices_of: Callable[[Plan], Choices | None], entries: Mapping[str, dict],
-    blocks: int,
+    todo: Sequence[Plan], subject: Subject, limit: Limit, choices_of: Callable[[Plan], Choices | None],
+    entries: Mapping[str, dict],
 ) -> list[Plan]:
-    """The plans to try, those that a limit adds behind the one that each is of; also those of a user's model as it was."""
+    """The plans to try, those that a limit adds behind the one that each is of; also those of a user's model as it was.
+
+    ValueError, with the figures, where prediction says that none can keep to the limit.
+    """
+    before, blocks = subject.before(), len(subject.blocks)
     own = [replace(before, name="eager")] if before.choices == "own" else []
     found = [p for plan in own for p in limit.plans(plan, None, entries, blocks)]
     found += [p for plan in todo for p in (plan, *limit.plans(plan, choices_of(plan), entries, blocks))]
+    limit.refuse_in_vain(subject.name, blocks)
     return list({p.name: p for p in found}.values())

@@ -166,6 +166,14 @@ class Trial:
         result.predicted_mb = round(found.peak / 1e6, 1) if found is not None else None
         return lacking(found, free_bytes(torch.device(self.subject.device)))
 
+    def run_all(self, todo: list[Plan], progress: Callable[[str, int, int], None]) -> None:
+        for i, plan in enumerate(todo):
+            progress(f"plan: {plan.name}", i, len(todo) + 1)
+            self.run(plan)
+        progress("plans: racing", len(todo), len(todo) + 1)
+        self.heat()
+        progress("done", len(todo) + 1, len(todo) + 1)
+
     def run(self, plan: Plan) -> None:
         """Build and verify the plan; where memory is short, first race those that wait in it, and let them go."""
         results = self._run(plan)
@@ -342,16 +350,10 @@ def best_plan(
         tuned = tuning.finish(seconds=0.1)
     trial.choices, after = tuned.choices, now()
     if max_memory:
-        trial.limit = limit = Limit(max_memory, memory, precision, trial.graphs)
-        todo = within(todo, subject.before(), limit, trial.choices_of, tuned.entries, len(subject.blocks))
-        limit.refuse_in_vain(subject.name, len(subject.blocks))
-        trial.choices |= limit.choices
-    for i, plan in enumerate(todo):
-        progress(f"plan: {plan.name}", i, len(todo) + 1)
-        trial.run(plan)
-    progress("plans: racing", len(todo), len(todo) + 1)
-    trial.heat()
-    progress("done", len(todo) + 1, len(todo) + 1)
+        trial.limit = Limit(max_memory, memory, precision, trial.graphs)
+        todo = within(todo, subject, trial.limit, trial.choices_of, tuned.entries)
+        trial.choices |= trial.limit.choices
+    trial.run_all(todo, progress)
     result = conclude(key, trial, calls)
     if rival:
         progress(f"{against} beside {result['chosen']}", len(todo), len(todo) + 1)
