@@ -10,6 +10,7 @@ from whet.ops.mlp import kernel
 from whet.verify import verify
 
 OP = discover()["mlp"]
+OURS = ("hybrid", "hybrid_recompute", "triton")
 TILES = ("128x256x32x512w8s2", "64x512x16x512w8s2", "128x256x64x64w8s3", "32x32x16x16w4s2")
 
 
@@ -26,6 +27,21 @@ def test_a_tile_is_right_at_ragged_sizes_with_several_blocks_of_each(tile, gated
     for dtype in (torch.bfloat16, torch.float16):  # in float32 some take more memory than an SM has
         verdict = verify(OP, OP.candidate(f"triton@{tile}"), OP.inputs(dtype=dtype, device=device, **case))
         assert verdict.ok, verdict
+
+
+@pytest.mark.parametrize("gated", [False, True], ids=["plain", "gated"])
+@pytest.mark.parametrize("activation", ["gelu", "silu"])
+def test_computed_again_the_pre_activations_give_the_bits_of_those_that_were_kept(activation, gated, device):
+    """A second backward through the same graph too: what is written over was made for it alone."""
+    torch.manual_seed(0)
+    args = given(device, dtype=torch.bfloat16, gated=gated, activation=activation)
+    every = [t for t in args.values() if isinstance(t, torch.Tensor)]
+    kept, again = (mlp(**args, impl=impl) for impl in ("hybrid", "hybrid_recompute"))
+    assert torch.equal(kept, again)
+    dy = torch.randn_like(kept)
+    expected = torch.autograd.grad(kept, every, dy)
+    for _ in range(2):
+        assert all(map(torch.equal, torch.autograd.grad(again, every, dy, retain_graph=True), expected))
 
 
 @pytest.mark.parametrize("wrong", ["64x64", "64x256x64x64w8", "x64x256x64x64w8s3"])
@@ -48,17 +64,17 @@ def kept(run) -> int:
 
 
 @pytest.mark.parametrize("gated", [False, True], ids=["plain", "gated"])
-def test_hybrid_keeps_no_hidden_value_and_triton_x_alone(gated, device):
+def test_hybrid_keeps_no_hidden_value_and_what_computes_again_x_alone(gated, device):
     args = given(device, gated=gated)
     own = sum(args[k].numel() for k in ("x", "up", "down")) + (args["gate"].numel() if gated else 0)
     hidden = args["x"].shape[0] * args["up"].shape[0]
-    count = {impl: kept(lambda impl=impl: mlp(**args, impl=impl)) - own for impl in ("torch", "hybrid", "triton")}
-    assert count["triton"] == 0
+    count = {impl: kept(lambda impl=impl: mlp(**args, impl=impl)) - own for impl in ("torch", *OURS)}
+    assert count["triton"] == count["hybrid_recompute"] == 0
     assert count["hybrid"] == hidden * (2 if gated else 1)
     assert count["torch"] >= hidden * (4 if gated else 2)
 
 
-@pytest.mark.parametrize("impl", ["hybrid", "triton"])
+@pytest.mark.parametrize("impl", OURS)
 @pytest.mark.parametrize("gated", [False, True], ids=["plain", "gated"])
 @pytest.mark.parametrize("trained", [("x",), ("up",), ("down",), ("gate",), ("up", "down"), ("x", "gate")], ids="+".join)
 def test_what_is_frozen_gets_no_gradient_and_the_rest_its_own(impl, gated, trained, device):
@@ -74,7 +90,7 @@ def test_what_is_frozen_gets_no_gradient_and_the_rest_its_own(impl, gated, train
         assert torch.equal(grad, whole[k]), k
 
 
-@pytest.mark.parametrize("impl", ["eager", "hybrid", "triton"])
+@pytest.mark.parametrize("impl", ["eager", *OURS])
 def test_a_gate_has_no_relu2(impl, device):
     with pytest.raises(ValueError, match=rf"^mlp\[{impl}\]: activation must be one of \['silu', .*\] .* got 'relu2'; leave"):
         mlp(**given(device, gated=True, activation="relu2"), impl=impl)
@@ -95,7 +111,7 @@ def test_a_wide_result_is_refused_by_the_fused_kernel_and_by_no_other():
     assert OP.impls["hybrid"].refuses(**args) is None
 
 
-@pytest.mark.parametrize("impl", ["torch", "hybrid", "triton"])
+@pytest.mark.parametrize("impl", ["torch", *OURS])
 def test_a_row_that_is_infinite_is_the_references_where_hidden_values_are_ragged(impl, device):
     """Beyond the last hidden value the kernel multiplies by zero, and infinite times zero must not reach y."""
     x, up = torch.full((3, 1), torch.inf, device=device), torch.ones(5, 1, device=device)

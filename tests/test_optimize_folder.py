@@ -125,7 +125,7 @@ WRONG = {
     "allow-fp8": ("gpt2 --allow tf32,fp8", "allow='fp8' is not offered: a part is replaced only where it computes what"),
     "max-memory": ("gpt2 --max-memory 40", "max_memory must be bytes above 0 or a size such as '40GiB'"),
     "plans": ("gpt2 --infer --plans", "--plans needs a training step that is run, not --infer"),
-    "not-a-folder-either": ("tiny-llama:tiny --max-memory 1GiB", "--max-memory is for a Hugging Face folder"),
+    "max-memory-of-plans": ("tiny-llama:tiny --max-memory 40", "max_memory must be bytes above 0 or a size such as '40GiB'"),
     "not-a-folder": ("tiny-llama:tiny --dry-run", "--dry-run is for a Hugging Face folder"),
 }
 

@@ -76,6 +76,23 @@ def test_checkpointed_blocks_are_followed_as_they_run_again():
     assert lean.peak < 0.85 * plain.peak and lean.kept == plain.kept
 
 
+@pytest.mark.parametrize("target", ["transformer-np:tiny", "gpt2:tiny", "tiny-llama:tiny"])
+def test_a_block_that_is_computed_again_keeps_the_sum_of_the_residual_and_gives_the_same_bits(target):
+    """And not both of its parts: beside an input for each block only the embedding and what the loss reads."""
+    plain, lean = (built(target, "tuned", "bfloat16", "AdamW", lean=lean) for lean in (False, True))
+    for work in (plain, lean):
+        work.optimizer = None
+    kept: list[torch.Tensor] = []
+    with torch.autograd.graph.saved_tensors_hooks(lambda t: kept.append(t) or t, lambda t: t):
+        lean.forward()
+    stream = plain.model.blocks[1].norm1
+    width = getattr(stream, "weight", stream).shape[0]
+    inputs = {t.data_ptr() for t in kept if t.dim() == 3 and t.shape[-1] == width}
+    assert len(inputs) <= len(plain.model.blocks) + 2
+    expected, found = plain.evidence(), lean.evidence()
+    assert expected.keys() == found.keys() and all(torch.equal(t, found[name]) for name, t in expected.items())
+
+
 def hugging_face() -> Workload:
     transformers = pytest.importorskip("transformers")
     torch.manual_seed(0)

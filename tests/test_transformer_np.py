@@ -9,7 +9,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from whet.choices import Choices
-from whet.models import recipe_of, transformer_np
+from whet.models import _chunked, recipe_of, transformer_np
 from whet.models.transformer_np import (
     DOWN,
     MODEL,
@@ -73,6 +73,50 @@ def test_variants_agree_in_float64(device):
         assert set(other) == set(first)
         for name, t in first.items():
             torch.testing.assert_close(other[name], t)
+
+
+@pytest.mark.parametrize("context", [5, 33], ids=["few", "most"])
+def test_variants_agree_where_few_points_are_context_and_where_most_are(context, device, monkeypatch):
+    """Of few, k and v are projected apart from q; the last layer computes the targets alone."""
+    monkeypatch.setitem(globals(), "RECIPE", replace(RECIPE, context=context))
+    plain, rows = weights(SMALL), []
+    first = evidence(built(SMALL, "plain", plain, device).double(), device)
+    model = built(SMALL, "tuned", plain, device).double()
+    for block in model.blocks:
+        block.mlp.register_forward_hook(lambda module, args, out: rows.append(out.shape[1]))
+    found = evidence(model, device)
+    assert rows == [RECIPE.seq_len, RECIPE.seq_len - context]
+    for name, t in first.items():
+        torch.testing.assert_close(found[name], t)
+
+
+@pytest.mark.parametrize("rows_at_once", [1, 7, 40], ids="{} rows".format)
+def test_in_chunks_of_rows_the_heads_have_the_loss_and_the_gradients_of_all_at_once(rows_at_once, device, monkeypatch):
+    plain = weights(SMALL)
+    data = batch(SMALL, RECIPE, device)
+    whole, chunked = (built(SMALL, "tuned", plain, device).double() for _ in range(2))
+    data = {name: t.double() for name, t in data.items()}
+    (3 * whole(**data)).backward()
+    monkeypatch.setattr(_chunked, "CHUNK_BYTES", rows_at_once * SMALL.components * 64 * 8)
+    seen = []
+    chunked.heads.register_forward_hook(lambda module, args, out: seen.append(out.shape[0]))
+    (3 * chunked(**data)).backward()
+    count, rows = -(-data["targets"].numel() // rows_at_once), data["targets"].numel()
+    assert sum(seen) == (rows if count > 2 else RECIPE.batch) and max(seen) <= rows_at_once
+    for (name, p), other in zip(whole.named_parameters(), chunked.parameters()):
+        torch.testing.assert_close(other.grad, p.grad, msg=name)
+    with torch.no_grad():
+        torch.testing.assert_close(chunked(**data), whole(**data))
+
+
+def test_chunks_leave_out_what_is_frozen_and_refuse_a_second_derivative(device, monkeypatch):
+    monkeypatch.setattr(_chunked, "CHUNK_BYTES", 1)
+    model, data = built(SMALL, "tuned", weights(SMALL), device), batch(SMALL, RECIPE, device)
+    model.heads.up.requires_grad_(False)
+    with pytest.raises(RuntimeError, match="a mean in chunks has no second derivative"):
+        torch.autograd.grad(model(**data), [model.heads.down], create_graph=True)
+    model(**data).backward()
+    assert model.heads.up.grad is None and model.heads.down.grad.any() and model.embed.weight.grad.any()
 
 
 def test_the_oracle_attends_in_blocks_where_scores_are_many(device, monkeypatch):
@@ -246,4 +290,4 @@ def test_the_calls_of_a_forward_are_recorded():
     counted = collections.Counter[str]()
     for call, n in subject_of("transformer-np:tiny").calls("float32"):
         counted[call.op] += n
-    assert counted == dict(rms_norm=1, add_rms_norm=4, attention=2, linear=4, mlp=2, grouped_mlp=1, gmm_log_prob=1)
+    assert counted == dict(rms_norm=1, add_rms_norm=4, attention=2, linear=6, mlp=2, grouped_mlp=1, gmm_log_prob=1)

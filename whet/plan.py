@@ -16,9 +16,16 @@ BEFORE = "before: plain eager"
 class Plan:
     name: str
     variant: str  # which of the model's forms
-    choices: str  # "eager" (plain formulas), "stock", "tuned", or "own" (whatever the model has)
+    choices: str  # "eager" (plain formulas), "stock", "tuned", "own" (whatever the model has), or what a Limit calls its own
     compiled: bool = False
     graph: bool = False
+    blocks: int = 0  # so many of the model's repeated blocks are computed again in the backward
+
+    @property
+    def base(self) -> str:
+        """The name of the plan that it is a leaner form of, its own where it is none."""
+        name, _, leaner = self.name.partition(", ")
+        return name + (" + CUDA graph" if leaner.endswith(" + CUDA graph") else "")
 
     @property
     def mode(self) -> str:
@@ -73,6 +80,8 @@ class PlanResult:
     def to_record(self) -> dict:
         """As the lock and records hold it: what is not known is left out."""
         found = {"name": self.name, "ok": self.ok, "why": self.why} | asdict(self.plan)
+        if not self.plan.blocks:
+            del found["blocks"]
         if self.timing:
             found |= {k: v for k, v in self.timing.as_dict().items() if k != "peak_mib"}
         if self.ratio and self.ok:

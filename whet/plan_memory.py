@@ -191,7 +191,7 @@ class PlanMemory:
         if plan.compiled:
             return None
         table = () if choices is None else (choices.default, *sorted(choices.table.items()))
-        key = plan.variant, plan.choices, plan.name == BEFORE, precision, table
+        key = plan.variant, plan.choices, plan.blocks, plan.name == BEFORE, precision, table
         if key not in self.found:
             fresh = None if choices is None else Choices(choices.table, choices.default)
             try:

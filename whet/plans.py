@@ -22,8 +22,9 @@ from whet.machine import commit
 from whet.measure import Race, free_memory, memory_allocated, now, race
 from whet.op import Call
 from whet.plan import BEFORE, Plan, PlanResult, asked_plans, graphed, peak_memory
+from whet.plan_limits import Limit, fastest, within
 from whet.plan_memory import PlanMemory, lacking
-from whet.race import Outcome, Ratio, decide, leanest, paired, through
+from whet.race import Outcome, leanest, paired
 from whet.subjects import BuiltIn, Subject, subject_of
 from whet.tune import Tuning, entries_of, forget, modes_here, reduced_note, save_plans
 from whet.verify import judge
@@ -102,6 +103,7 @@ class Trial:
 
     predicts = True  # the memory of each, before it is built
     only: Collection[str] = ()  # the names of those that may be chosen; none: all
+    limit: Limit | None = None
 
     def __init__(self, subject: Subject, precision: str, seconds: float, memory: PlanMemory | None = None):
         self.subject, self.precision, self.seconds = subject, precision, seconds
@@ -144,7 +146,8 @@ class Trial:
 
     def choices_of(self, plan: Plan) -> Choices | None:
         fixed = {"eager": Choices(default="eager"), "stock": Choices(), "own": None}
-        return fixed[plan.choices] if plan.choices in fixed else self.choices[plan.mode]
+        name = plan.mode if plan.choices == "tuned" else plan.choices
+        return fixed[name] if name in fixed and plan.choices != "tuned" else self.choices[name]
 
     def runner(self, plan: Plan, precision: str | None = None, weights: Weights | None = None) -> PlanRunner:
         return PlanRunner(self, plan, self.choices_of(plan), precision or self.precision, weights)
@@ -162,6 +165,14 @@ class Trial:
         found = self.memory.of(result.plan, self.choices_of(result.plan), precision)
         result.predicted_mb = round(found.peak / 1e6, 1) if found is not None else None
         return lacking(found, free_bytes(torch.device(self.subject.device)))
+
+    def run_all(self, todo: list[Plan], progress: Callable[[str, int, int], None]) -> None:
+        for i, plan in enumerate(todo):
+            progress(f"plan: {plan.name}", i, len(todo) + 1)
+            self.run(plan)
+        progress("plans: racing", len(todo), len(todo) + 1)
+        self.heat()
+        progress("done", len(todo) + 1, len(todo) + 1)
 
     def run(self, plan: Plan) -> None:
         """Build and verify the plan; where memory is short, first race those that wait in it, and let them go."""
@@ -188,7 +199,7 @@ class Trial:
         return results
 
     def _asked(self, plan: Plan) -> bool:
-        return not self.only or plan.name in self.only
+        return not self.only or plan.base in self.only
 
     def _room(self) -> bool:
         if not torch.cuda.is_available():
@@ -201,8 +212,9 @@ class Trial:
         """Build, compile and warm up, which may be done while others use the GPU; or capture a runner, which holds so much."""
         gc.collect()
         result = PlanResult(plan)
-        if (why := self._lacks(result, self.precision)) and runner is None:
-            result.why = f"{OUT_OF_MEMORY}: {why}"
+        why = f"{OUT_OF_MEMORY}: {lack}" if (lack := self._lacks(result, self.precision)) else ""
+        if (why := why or (self.limit.surely_over(result) if self.limit else "")) and runner is None:
+            result.why = why
             return result, None, 0
         weights = self.subject.weights(plan) if runner is None else None  # the trial's, not the plan's
         started, origin = now(), memory_allocated() - (held if runner is not None else 0)  # others lie beside it by now
@@ -296,28 +308,18 @@ class Trial:
 
     def outcome(self) -> Outcome:
         """What the race chose; where plans tie and one takes much less memory, that one."""
-        found, results = self._fastest(), {BEFORE: self.before_result, **self.results}
+        results = {BEFORE: self.before_result, **self.results}
+        found = fastest(self.heats, results, self.limit, self.subject.name)
         raced = {n: r for n, r in results.items() if n in found.ratios and r.ok}
         return leanest(found, {
             n: replace(r.timing, peak_mib=r.peak_mb * 1e6 / 2**20) for n, r in raced.items() if r.timing and r.peak_mb
         })
 
-    def _fastest(self) -> Outcome:
-        """Plans that were not in memory together are compared by their ratios to the plain model."""
-        if not self.heats:
-            return Outcome(BEFORE, "no other plan passed", {BEFORE: Ratio(1.0, 1.0, 1.0, 0)}, True)
-        if len(self.heats) == 1:
-            return self.heats[0].outcome
-        over = {n: paired(ms, h.times[BEFORE]) for h in self.heats for n, ms in h.times.items()}
-        best = min(over, key=lambda n: over[n].value)
-        found = decide(list(over), best, lambda a, b: through(over[a], over[b]), BEFORE)
-        why = f"{found.why}; raced in {len(self.heats)} groups, since memory does not hold all plans at once"
-        return replace(found, why=why)
-
 
 def best_plan(
     target: str, lock: Lock | None = None, precision: str = "float32", again: bool = False, seconds: float = 0.5,
     progress: Callable[[str, int, int], None] = lambda text, done, total: None, against: str = "", only: Collection[str] = (),
+    max_memory: int = 0,
 ) -> dict:
     """The proof: calls, candidates and choices, plans before and after. From the lock when it already holds it.
 
@@ -326,12 +328,13 @@ def best_plan(
     again      measure plans anew even if the lock has them; what a function returns is always measured
     against    another built-in model, under torch.compile, that the chosen plan runs in turns with; plans are measured anew
     only       names of the plans to try, as the result has them; the lock then keeps the choices, not these plans
+    max_memory bytes that the chosen plan may take: leaner ones are tried beside those that take more, and no lock keeps them
     """
     if precision not in PRECISIONS:
         raise ValueError(f"optimize: precision must be one of {PRECISIONS}, got {precision!r}")
     subject, lock = subject_of(target), lock or Lock.read()
     key, rival = f"{subject.name} {precision}", rival_of(subject, against) if against else None
-    known = lock.plans.get(key) if subject.stored and not rival and not only else None
+    known = lock.plans.get(key) if subject.stored and not rival and not only and not max_memory else None
     if known and not again and known["config"] == subject.config:
         entries = entries_of(lock, [Call(**item["call"]) for item in known["calls"]])
         return known | {"from_lock": True, "entries": list(entries.values())}
@@ -346,12 +349,11 @@ def best_plan(
         trial.prepare_early(todo)  # while children verify candidates
         tuned = tuning.finish(seconds=0.1)
     trial.choices, after = tuned.choices, now()
-    for i, plan in enumerate(todo):
-        progress(f"plan: {plan.name}", i, len(todo) + 1)
-        trial.run(plan)
-    progress("plans: racing", len(todo), len(todo) + 1)
-    trial.heat()
-    progress("done", len(todo) + 1, len(todo) + 1)
+    if max_memory:
+        trial.limit = Limit(max_memory, memory, precision, trial.graphs)
+        todo = within(todo, subject, trial.limit, trial.choices_of, tuned.entries)
+        trial.choices |= trial.limit.choices
+    trial.run_all(todo, progress)
     result = conclude(key, trial, calls)
     if rival:
         progress(f"{against} beside {result['chosen']}", len(todo), len(todo) + 1)
@@ -360,7 +362,7 @@ def best_plan(
     result |= {"seconds": round(now() - started, 1), "phases": {k: round(v, 1) for k, v in phases.items()}}
     if result["forgotten"]:
         forget(lock, [key for key, entry in tuned.entries.items() if entry["mode"] in result["forgotten"]])
-    if subject.stored and not only:
+    if subject.stored and not only and not max_memory:
         save_plans(lock, key, result)
     return result | {"from_lock": False, "entries": list(tuned.entries.values())}
 

@@ -20,6 +20,7 @@ from whet.op import Call
 from whet.plan import BEFORE, Plan, compiled
 from whet.plan_memory import moved, own_copy
 from whet.swap import Journal, Met
+from whet.swap import _memory as memory
 from whet.swap._replace import recognise
 from whet.torch_ops import own_code
 from whet.workload import ROUNDING, Workload, asking, asks, coarsest_rounding, tensors_in, watched_dtypes
@@ -101,6 +102,12 @@ class BuiltIn:
         plain = [Plan("eager", self.model.stock, "stock"), Plan("eager + choices", self.model.tuned, "tuned")]
         return plain + compiled(plain)
 
+    @functools.cached_property
+    def blocks(self) -> list[str]:
+        """The paths of the repeated blocks, which may be computed again in the backward."""
+        call = Met((), self.model.batch(self.sizes, self.recipe, self.device))
+        return [path for path, _ in memory.blocks_of(self.built(self.model.tuned), call)]
+
     def calls(self, precision: str) -> list[tuple[Call, int]]:
         """The ops that one forward asks for, and how often."""
         module = self.built(self.model.tuned)
@@ -120,6 +127,7 @@ class BuiltIn:
     def workload(self, plan: Plan, choices: Choices | None, precision: str) -> Workload:
         """A model of its own that runs by the plan. choices: None leaves the model's own."""
         module = self.built(plan.variant, choices)
+        memory.compute_again(module, self.blocks[: plan.blocks] if plan.blocks else [])
         before = plan.name == BEFORE
         how: dict = dict(fused=None if before else True, capturable=not before and self.device == "cuda")
         return Workload(
@@ -294,6 +302,12 @@ class Given:
             self.notes.append(f"swapped: parts that were proved on a copy: {shown}{left}")
         return [(site.path, site.edits) for site, _ in found.sites]
 
+    @functools.cached_property
+    def blocks(self) -> list[str]:
+        """The paths of the repeated blocks, which may be computed again in the backward; none of a forward alone."""
+        work = self._copy()
+        return [path for path, _ in memory.blocks_of(work.model, Met(work.args, work.kwargs))] if self.kind == "train" else []
+
     def swap(self, model: nn.Module, ops: Choices) -> None:
         """Replace, in a copy of the model, what was proved."""
         for path, edits in self.swaps:
@@ -343,6 +357,7 @@ class Given:
             module.ops = choices
         if plan.variant == SWAPPED and choices is not None:
             self.swap(work.model, choices)
+        memory.compute_again(work.model, self.blocks[: plan.blocks] if plan.blocks else [])
         for group in work.optimizer.param_groups if work.optimizer and self.device == "cuda" and plan.name != BEFORE else ():
             if "capturable" in group:
                 group["capturable"] = True

@@ -47,7 +47,7 @@ Allow = Annotated[str, typer.Option(
     help="A folder: what may change the precision: tf32, float32 products as TF32, on a GPU (default: nothing).",
 )]
 MaxMemory = Annotated[str | None, typer.Option(
-    metavar="SIZE", help="A folder: checkpoint blocks until a step takes no more, 40GiB or 512MiB (default: no limit).",
+    metavar="SIZE", help="A step may take no more, 40GiB or 512MiB: blocks are checkpointed, plans leaner (default: no limit).",
 )]
 StepPlans = Annotated[bool | None, typer.Option(
     "--plans/--no-plans", help="A folder: time the optimised step by each plan of compile_step (default: on a GPU).",
@@ -95,7 +95,7 @@ def command(
         where, folder = lock_path(lock), is_folder(target)
         if lock is not None or "WHET_LOCK" in os.environ:
             refuse_others_file(where)
-        refuse_other_options(folder, asked.given(), precision, again, against, only)
+        refuse_other_options(folder, [o for o in asked.given() if o != "--max-memory"], precision, again, against, only)
         refuse_values(asked)
         refuse_precision(precision)
     before = state(where)
@@ -103,25 +103,29 @@ def command(
         if folder:
             of_folder(target, asked, where, seconds, html, records, as_json)
         else:
-            by_plans(target, precision, again, against, only, where, seconds, html, records, as_json)
+            by_plans(target, precision, again, against, only, max_memory, where, seconds, html, records, as_json)
 
 
 def by_plans(
-    target: str, precision: str, again: bool, against: str, only: str, where: Path, seconds: float, html: str | None,
-    records: str, as_json: bool,
+    target: str, precision: str, again: bool, against: str, only: str, max_memory: str | None, where: Path, seconds: float,
+    html: str | None, records: str, as_json: bool,
 ) -> None:
     """A built-in model, or what a function returned: the ways to run it."""
     from whet.commands._memory import refuse_what_does_not_fit
     from whet.lock import Lock
     from whet.plans import best_plan
     from whet.report import record
+    from whet.swap._memory import bytes_of
 
     known, ours = Lock.read(where), not target.partition(":")[0].endswith(".py")
     if ours:
-        refuse_what_does_not_fit(known, target, precision, again or bool(against) or bool(only))
+        refuse_what_does_not_fit(known, target, precision, again or bool(against or only or max_memory))
+    limit = bytes_of(max_memory) if max_memory else 0
     with progress_bar(not as_json) as progress:
-        result = best_plan(target, known, precision, again, seconds, progress, against, [*map(plan_name, comma_list(only))])
-    more = f"{f' --against {against}' if against else ''}{f' --only {shlex.quote(only)}' if only else ''}"
+        names = [*map(plan_name, comma_list(only))]
+        result = best_plan(target, known, precision, again, seconds, progress, against, names, limit)
+    given = {"--against": against, "--only": shlex.quote(only) if only else "", "--max-memory": max_memory}
+    more = "".join(f" {option} {value}" for option, value in given.items() if value)
     made = record.make(f"whet optimize {target} --precision {precision}{more}", result)
     if html:
         write_page(html, made)

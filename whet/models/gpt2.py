@@ -24,6 +24,7 @@ from whet.choices import Choices, current
 from whet.models import Model, Recipe
 from whet.models._hf import LLAMA_NAMES, config_of, llama_config, renamed
 from whet.models._projections import cut, fill, joined, project
+from whet.models._residual import ResidualBlock
 from whet.models.tiny_llama import batch
 from whet.op import autocast_of
 from whet.ops._fp8 import refused as fp8_refused
@@ -120,7 +121,7 @@ class GPT2Norm(nn.Module):
         return (ops.add_rms_norm if self.kind == "rms" else ops.add_layer_norm)(delta, h, *weights, self.eps)
 
 
-class GPT2Block(nn.Module):
+class GPT2Block(ResidualBlock, nn.Module):
     def __init__(self, c: GPT2Config, variant: str, window: int | None):
         super().__init__()
         self.c, self.window, self.fused = c, window, VARIANTS[variant]

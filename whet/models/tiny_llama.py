@@ -22,6 +22,7 @@ from whet.measure import Stopwatch
 from whet.models import Model, Recipe
 from whet.models._hf import LLAMA_NAMES, llama_config, renamed
 from whet.models._projections import cut, joined, project
+from whet.models._residual import ResidualBlock
 from whet.ops.rope import tables
 from whet.workload import PHASES, Workload
 
@@ -79,7 +80,7 @@ def attention(q, k, v):
     return scores.masked_fill(future, float("-inf")).softmax(-1) @ v
 
 
-class TinyLlamaBlock(nn.Module):
+class TinyLlamaBlock(ResidualBlock, nn.Module):
     def __init__(self, c: TinyLlamaConfig, variant: str):
         super().__init__()
         self.c, self.variant = c, variant

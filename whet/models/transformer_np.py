@@ -26,10 +26,14 @@ from torch.utils.checkpoint import checkpoint
 from whet.alignment import padded_size
 from whet.choices import Choices, current
 from whet.models import Model, TaskRecipe
+from whet.models._chunked import chunked_mean, chunks_of
 from whet.models._projections import cut, fill, joined, project
+from whet.models._residual import ResidualBlock
+from whet.op import autocast_of
 
 VARIANTS = ("plain", "stock", "tuned")
 ORACLE_SCORES = 2**29  # that are in memory at once where a step runs in float64, which only the oracle does: 4 GiB
+SHARE = 0.5  # of the points that are context: from here on one product makes q, k and v of all points
 FEATURES = 3  # of a point: x, y or 0, and whether it is context
 UP, DOWN = ("up.weight", "heads.up"), ("down.weight", "heads.down")  # what ends so has a padded width: rows, or columns
 
@@ -94,13 +98,20 @@ class NPAttention(nn.Module):
             self.qkv = linear(c.width, 3 * c.width)
         self.o = linear(c.width, c.width)
 
-    def forward(self, y, context: int, ops):
-        c, (B, P, _) = self.c, y.shape
+    def projected(self, y, context: int, start: int, ops):
+        """q of the points from `start` on; k and v of the context."""
         if self.variant == "plain":
-            q, k, v = self.q(y), self.k(y[:, :context]), self.v(y[:, :context])
-        else:
+            return self.q(y), self.k(y[:, :context]), self.v(y[:, :context])
+        if self.variant == "stock" or (start == 0 and SHARE * y.shape[1] < context):
             q, k, v = self.project(self.qkv, y, ops).chunk(3, dim=-1)
-            k, v = k[:, :context], v[:, :context]
+            return q, k[:, :context], v[:, :context]
+        of_q, of_kv = self.qkv.weight.split((self.c.width, 2 * self.c.width))
+        return project(y[:, start:], of_q, ops), *project(y[:, :context], of_kv, ops).chunk(2, dim=-1)
+
+    def forward(self, y, context: int, ops, start: int = 0):
+        """What attention adds to the points from `start` on."""
+        c, (B, P, _) = self.c, y[:, start:].shape
+        q, k, v = self.projected(y, context, start, ops)
         q, k, v = (t.unflatten(-1, (c.heads, c.head_dim)).transpose(1, 2) for t in (q, k, v))
         if self.variant == "plain":
             many = q.dtype == torch.float64 and B * c.heads * P * context > ORACLE_SCORES
@@ -127,23 +138,24 @@ class NPMlp(nn.Module):
         return self.down(F.silu(self.up(y)))
 
 
-class NPBlock(nn.Module):
+class NPBlock(ResidualBlock, nn.Module):
     def __init__(self, c: TransformerNPConfig, variant: str):
         super().__init__()
-        self.eps = c.eps
+        self.eps, self.narrow = c.eps, variant == "tuned"
         self.norm1, self.norm2 = nn.Parameter(torch.ones(c.width)), nn.Parameter(torch.ones(c.width))
         self.attention, self.mlp = NPAttention(c, variant), NPMlp(c, variant)
 
-    def forward(self, h, delta, context: int, ops):
-        """h is the residual stream, delta what the layer before adds to it, inside this one's norm."""
-        y, h = normed(h, delta, self.norm1, self.eps, ops)
-        y, h = normed(h, self.attention(y, context, ops), self.norm2, self.eps, ops)
+    def forward(self, h, delta, context: int, ops, start: int = 0):
+        """h is the residual stream, delta what the layer before adds to it, inside this one's norm; both from `start` on."""
+        y, h = normed(h, delta, self.norm1, self.eps, ops, self.narrow)
+        y, h = normed(h[:, start:], self.attention(y, context, ops, start), self.norm2, self.eps, ops, self.narrow)
         return h, self.mlp(y, ops)
 
 
-def normed(h, delta, weight, eps: float, ops):
-    """(the norm of h + delta, h + delta)"""
-    return (ops.rms_norm(h, weight, eps), h) if delta is None else ops.add_rms_norm(delta, h, weight, eps)
+def normed(h, delta, weight, eps: float, ops, narrow: bool):
+    """(the norm of h + delta, h + delta)  narrow: the norm in the dtype of the products, by which their calls are known."""
+    y, h = (ops.rms_norm(h, weight, eps), h) if delta is None else ops.add_rms_norm(delta, h, weight, eps)
+    return y.to(autocast_of(y) or y.dtype) if narrow else y, h
 
 
 class MixtureHeads(nn.Module):
@@ -206,14 +218,33 @@ class TransformerNP(nn.Module):
         with torch.autocast(features.device.type, enabled=False):
             return F.linear(features.to(wide), w.to(wide)).to(w.dtype)
 
-    def mixture(self, features, context: int):
-        """Of each target (logit of its weight, mu, log_sigma) of K components: (B, N, K, 3)."""
+    def hidden(self, features, context: int):
+        """What the heads read of each target: (B, N, width)."""
         h = self.embedded(features)
         delta: Any = None
-        for block in self.blocks:
+        *others, last = self.blocks
+        for block in others:
             h, delta = block(h, delta, context, self.ops)
-        y, _ = normed(h[:, context:], delta[:, context:], self.norm, self.c.eps, self.ops)
-        return self.heads(y, self.ops)
+        if self.variant == "tuned":  # no later layer attends to the context as the last one leaves it
+            h, delta = last(h, delta, context, self.ops, context)
+        else:
+            h, delta = (t[:, context:] for t in last(h, delta, context, self.ops))
+        return normed(h, delta, self.norm, self.c.eps, self.ops, self.variant == "tuned")[0]
+
+    def mixture(self, features, context: int):
+        """Of each target (logit of its weight, mu, log_sigma) of K components: (B, N, K, 3)."""
+        return self.heads(self.hidden(features, context), self.ops)
+
+    def loss(self, y, targets):
+        """The negative mean log-likelihood of targets (B, N), by what the heads read of them."""
+        def loss_of(y, targets):
+            return -self.ops.gmm_log_prob(self.heads(y, self.ops), targets)
+
+        if self.variant != "tuned":
+            return loss_of(y, targets)
+        K, H, _ = self.heads.up.shape
+        count = chunks_of(targets.numel(), K * H * (autocast_of(y) or y.dtype).itemsize)
+        return chunked_mean(loss_of, y, targets, [*self.heads.parameters()], count)
 
     def forward(self, features, targets):
         """The negative mean log-likelihood of targets (B, N), which are the last N of the points (B, M + N, 3)."""
@@ -221,7 +252,7 @@ class TransformerNP(nn.Module):
         if context < 1 or targets.shape[1] < 1 or features.shape[2] != FEATURES:
             shapes = f"features (B, M + N, {FEATURES}) and targets (B, N), M and N from 1 on"
             raise ValueError(f"transformer-np: expected {shapes}, got {tuple(features.shape)} and {tuple(targets.shape)}")
-        return -self.ops.gmm_log_prob(self.mixture(features, context), targets)
+        return self.loss(self.hidden(features, context), targets)
 
     @torch.no_grad()
     def predict(self, features, context: int):

@@ -164,16 +164,17 @@ def formula(activation: str) -> dict:
     return dict(SILU=activation == "silu", TANH=activation == "gelu_tanh")
 
 
-def forward(gate, up, activation):
-    y = torch.empty_like(gate, memory_format=torch.contiguous_format)
+def forward(gate, up, activation, over=False):
+    """act(gate) * up, contiguous.  over: it is written over up, which is contiguous then."""
+    y = up if over else torch.empty_like(gate, memory_format=torch.contiguous_format)
     if y.numel():
         launch(_gated_kernel, *as_rows(gate, up, y), **formula(activation))
     return y
 
 
-def backward(dy, gate, up, activation, again=False):
-    """dgate and dup.  again: what the forward gave is written over dy, which is contiguous then."""
-    dgate, dup = (torch.empty_like(gate, memory_format=torch.contiguous_format) for _ in range(2))
+def backward(dy, gate, up, activation, again=False, over=False):
+    """dgate and dup.  again: what the forward gave is written over dy, over: these over gate and up, contiguous then."""
+    dgate, dup = (t if over else torch.empty_like(t, memory_format=torch.contiguous_format) for t in (gate, up))
     if dgate.numel():
         launch(_gated_bwd_kernel, *as_rows(dy, gate, up, dgate, dup), **formula(activation), AGAIN=again)
     return dgate, dup

@@ -131,9 +131,9 @@ def formula(activation: str) -> dict:
     return dict(RELU2=activation == "relu2", SILU=activation == "silu", TANH=activation == "gelu_tanh")
 
 
-def activated(x, activation):
-    """act(x), contiguous."""
-    h = torch.empty_like(x, memory_format=torch.contiguous_format)
+def activated(x, activation, over=False):
+    """act(x), contiguous.  over: it is written over x, which is contiguous then."""
+    h = x if over else torch.empty_like(x, memory_format=torch.contiguous_format)
     if numel := h.numel():
         programs = cdiv(numel, BLOCK)
         launcher(_act_kernel)[(programs,)](x.contiguous(), h, numel, **formula(activation), BLOCK=BLOCK, num_warps=WARPS)
@@ -144,8 +144,11 @@ def forward(x, w, activation, need_dx, need_dw):
     return multiply(activated(x, activation), w)
 
 
-def backward(dy, x, w, activation, need_dx, need_dw):
-    """dx and dw, each of no elements where it is not asked for. By halves dw comes first: they are let go before dx is made."""
+def backward(dy, x, w, activation, need_dx, need_dw, over=False):
+    """dx and dw, each of no elements where it is not asked for. By halves dw comes first: they are let go before dx is made.
+
+    over: dx is written over x, which is contiguous then.
+    """
     flat, dw = unit_rows(dy), dy.new_empty(0)
     first = need_dw and (not need_dx or by_halves(dy))
     if first:
@@ -153,7 +156,7 @@ def backward(dy, x, w, activation, need_dx, need_dw):
     if not need_dx:
         return dy.new_empty(0), dw
     h = multiply_back(flat, w)  # dh until the kernel has run
-    dx = torch.empty_like(x, memory_format=torch.contiguous_format)
+    dx = x if over else torch.empty_like(x, memory_format=torch.contiguous_format)
     if numel := dx.numel():
         launcher(_act_bwd_kernel)[(cdiv(numel, BLOCK),)](
             h, x.contiguous(), dx, numel, **formula(activation), AGAIN=need_dw and not first, BLOCK=BLOCK, num_warps=WARPS

@@ -73,10 +73,11 @@ def forward(gate, up, w, activation, need_dgate, need_dw):
     return multiply(activated(gate, up, activation), w)
 
 
-def backward(dy, gate, up, w, activation, need_dgate, need_dw):
+def backward(dy, gate, up, w, activation, need_dgate, need_dw, over=False):
     """dgate, dup and dw, each of no elements where it is not asked for. dup: None where gate is packed.
 
     By halves dw comes first: they are let go before dgate and dup are there.
+    over: dgate and dup are written over gate and up, which are contiguous then.
     """
     flat, none = unit_rows(dy), dy.new_empty(0)
     dw, first = none, need_dw and (not need_dgate or by_halves(dy))
@@ -88,7 +89,7 @@ def backward(dy, gate, up, w, activation, need_dgate, need_dw):
     if up is None:
         dgate, dup = _gated.backward_packed(h, gate, activation, need_dw and not first), None
     else:
-        dgate, dup = _gated.backward(h, gate, up, activation, need_dw and not first)
+        dgate, dup = _gated.backward(h, gate, up, activation, need_dw and not first, over)
     return dgate, dup, multiply_across(flat, h) if need_dw and not first else dw
 
 

@@ -123,6 +123,12 @@ def _bwd_fake(dy, x, up, down, pre, need_dx, need_dup, need_ddown):
     return dx, dy.new_empty((K, H, x.shape[-1]) if need_dup else 0), dy.new_empty(down.shape if need_ddown else 0)
 
 
+def inside_backward(dy, x, up, down, *rest) -> int:
+    """Bytes besides: the gradient of the pre-activations."""
+    K, O, H = down.shape  # noqa: E741
+    return dy.numel() // O * width(H) * dy.element_size()
+
+
 def _save(args, results):
     """down and the pre-activations always; x only where dup asks for it, up only where dx does."""
     x, up, down, need_dx, need_dup, need_ddown = args
@@ -136,7 +142,7 @@ FUSED = Fused(
     "-> (Tensor, Tensor, Tensor)",
     backward, _bwd_fake,
     save=_save,
-    grads_to=(0, 1, 2, None, None, None),
+    grads_to=(0, 1, 2, None, None, None), bwd_inside=inside_backward,
 )
 
 

@@ -13,7 +13,7 @@ from torch.utils.checkpoint import checkpoint
 from whet.choices import Choices
 from whet.judge import Verdict
 from whet.measure import free_memory, race
-from whet.swap import Edit, Met, Site
+from whet.swap import Edit, Journal, Met, Site
 from whet.swap._replace import cut, quiet, uncached
 
 if TYPE_CHECKING:
@@ -84,16 +84,26 @@ def is_cache(value: Any) -> bool:
 
 
 def computed_again(self, *args, **kwargs):
-    """The forward of a block that keeps only its inputs. As Transformers does it, such a block is given no cache."""
+    """The forward of a block that keeps only its inputs, or what its `kept_inputs` makes of them.
+
+    As Transformers does it, such a block is given no cache.
+    """
     if not (self.training and torch.is_grad_enabled()):
         return self._whet_unsaved(*args, **kwargs)
     args = tuple(None if is_cache(a) else a for a in args)
+    args = self.kept_inputs(*args) if hasattr(self, "kept_inputs") else args
     kwargs = {k: None if is_cache(v) else False if k == "use_cache" else v for k, v in kwargs.items()}
     return checkpoint(self._whet_unsaved, *args, use_reentrant=False, preserve_rng_state=True, **kwargs)
 
 
 def edits(block: nn.Module, ops: Choices) -> list[Edit]:
     return [Edit(block, "_whet_unsaved", block.forward), Edit(block, "forward", types.MethodType(computed_again, block))]
+
+
+def compute_again(model: nn.Module, paths: list[str]) -> None:
+    """From now on the blocks at these paths keep their inputs alone."""
+    for path in paths:
+        Journal().make(edits(model.get_submodule(path), Choices()))
 
 
 def fewest(count: int, fits: Callable[[int], bool]) -> int | None:

@@ -2,6 +2,7 @@
 
 torch    PyTorch's calls: autograd keeps x, the pre-activations and the hidden values.
 hybrid   PyTorch's products with whet's activations: x and the pre-activations are kept, M*H elements less, gated 2*M*H less.
+hybrid_recompute  the same with x alone kept: the backward makes the pre-activations again, by one product more, gated two.
 triton   the forward in one kernel: x alone is kept, and the backward makes the pre-activations again.
 
 At D = O = 512 and H = 1408 the products are 2.9 MFLOP a row, with a gate 4.3, for 2 KB of x and y: all ways are bound by the
@@ -15,7 +16,7 @@ import torch.nn.functional as F
 
 from whet.op import Cost, Impl, Op, floating, lay, layout_of, nbytes, same_device
 from whet.ops import activated_linear, gated_linear
-from whet.ops.mlp import hybrid, kernel
+from whet.ops.mlp import hybrid, kernel, recompute
 from whet.parts import row_pieces
 from whet.values import families
 
@@ -117,6 +118,10 @@ OP = Op(
         "hybrid": Impl(
             hybrid.run, hybrid.refuses, needs="triton", limits=LIMITS,
             words="PyTorch's products with whet's own elementwise kernels; the hidden values are not kept for the backward",
+        ),
+        "hybrid_recompute": Impl(
+            recompute.run, hybrid.refuses, needs="triton", limits=LIMITS,
+            words="PyTorch's products with whet's own elementwise kernels; x alone is kept for the backward",
         ),
         "triton": Impl(
             kernel.run, kernel.refuses, needs="triton", tiles=kernel.tiles,

@@ -4,6 +4,7 @@ import torch.nn.functional as F
 
 from whet.op import autocast_of, rows
 from whet.ops import activated_linear, gated_linear
+from whet.ops._products import inside_end, inside_end_backward
 from whet.ops._rows import KERNEL_DTYPES
 from whet.torch_ops import Fused, may_ask
 
@@ -17,16 +18,18 @@ def forward(x, up, down, gate, activation, need_dx, need_dup, need_ddown):
     return F.linear(gated_linear.activated(pre_gate, pre, activation), down), pre, pre_gate
 
 
-def gradients(dy, x, up, down, gate, pre, pre_gate, activation, need_dx, need_dup, need_ddown):
+def gradients(dy, x, up, down, gate, pre, pre_gate, activation, need_dx, need_dup, need_ddown, over=False):
     """dx, dup, ddown and dgate, each of no elements where it is not asked for.  pre_gate None: there is no gate.
 
     need_dup is of up and gate. The second product for dx is added to the first: the sum is rounded once, and read by no kernel.
+    over: pre and pre_gate are contiguous and nobody else's, and are written over.
     """
     none, inner, pre = dy.new_empty(0), need_dx or need_dup, rows(pre)
     if pre_gate is None:
-        dpre, ddown = activated_linear.backward(dy, pre, down, activation, inner, need_ddown)
+        dpre, ddown = activated_linear.backward(dy, pre, down, activation, inner, need_ddown, over)
     else:
-        dpre_gate, dpre, ddown = gated_linear.backward(dy, rows(pre_gate), pre, down, activation, inner, need_ddown)
+        given = dy, rows(pre_gate), pre, down, activation, inner, need_ddown
+        dpre_gate, dpre, ddown = gated_linear.backward(*given, over)
     dx, dup, dgate = none, none, none
     if need_dx:
         dx = dpre @ up
@@ -44,6 +47,21 @@ def fakes(dy, D, H, gated, need_dx, need_dup, need_ddown):
     dx = dy.new_empty((*dy.shape[:-1], D) if need_dx else 0)
     dup, dgate = (dy.new_empty((H, D) if need_dup and there else 0) for there in (True, gated))
     return dx, dup, dy.new_empty((dy.shape[-1], H) if need_ddown else 0), dgate
+
+
+def inside_gradients(dy, D, H, gated) -> int:
+    """Bytes that `gradients` takes besides: of the pre-activations, and until dx and dup come of the hidden values."""
+    M, many = dy.numel() // max(1, dy.shape[-1]), 2 if gated else 1
+    later = (M * D + many * H * D) * dy.element_size()
+    return many * M * H * dy.element_size() + max(0, inside_end_backward(dy, M, H, dy.shape[-1], many) - later)
+
+
+def inside(x, up, down, *rest) -> int:
+    return inside_end(x, x.numel() // max(1, x.shape[-1]), up.shape[0], down.shape[0])
+
+
+def inside_backward(dy, x, up, down, gate, pre, pre_gate, gated, D, *rest) -> int:
+    return inside_gradients(dy, D, pre.shape[-1], gated)
 
 
 def backward(dy, x, up, down, gate, pre, pre_gate, gated, D, activation, need_dx, need_dup, need_ddown):
@@ -80,7 +98,7 @@ def fused(gated: bool) -> Fused:
         backward, _bwd_fake,
         save=_save,
         grads_to=(0, 1, 2, 3 if gated else None, None, None, None, None),
-        label="mlp[hybrid]",
+        inside=inside, bwd_inside=inside_backward, label="mlp[hybrid]",
     )
 
 

@@ -14,11 +14,10 @@ import triton.language as tl
 
 from whet import machine
 from whet.launch import launcher
-from whet.op import rows
 from whet.ops._rows import cdiv, power_of_two, unit_rows
 from whet.ops.activated_linear import _act_and_slope, formula
 from whet.ops.attention.common import dot, dot_add
-from whet.ops.mlp import hybrid
+from whet.ops.mlp import hybrid, recompute
 from whet.torch_ops import Fused
 
 MAX_O = 1024  # beyond, the hidden values would be made more than four times
@@ -154,34 +153,16 @@ def forward(x, up, down, gate, activation, need_dx, need_dup, need_ddown, tile):
     return y
 
 
-def backward(dy, x, up, down, gate, activation, need_dx, need_dup, need_ddown):
-    """The hybrid's, after the first products made once more."""
-    flat = rows(x)
-    pre, pre_gate = F.linear(flat, up), None if gate is None else F.linear(flat, gate)
-    return hybrid.gradients(dy, x, up, down, gate, pre, pre_gate, activation, need_dx, need_dup, need_ddown)
-
-
-def _bwd_fake(dy, x, up, down, gate, activation, *need):
-    return hybrid.fakes(dy, x.shape[-1], up.shape[0], gate is not None, *need)
-
-
-def _save(args, results):
-    """x and the weights; down only where the hidden values' gradient asks for it."""
-    x, up, down, gate, activation, need_dx, need_dup, need_ddown, _ = args
-    return (x, up, down if need_dx or need_dup else None, gate), (activation, need_dx, need_dup, need_ddown)
-
-
 def fused(gated: bool) -> Fused:
     """Without a gate and with one: the argument is there in both, its gradient is not."""
     return Fused(
         "mlp_gated" if gated else "mlp",
         f"(Tensor x, Tensor up, Tensor down, Tensor? gate, {hybrid.NEED}, str tile) -> Tensor", forward,
         lambda x, up, down, *rest: x.new_empty((*x.shape[:-1], down.shape[0])),
-        f"(Tensor dy, Tensor x, Tensor up, Tensor? down, Tensor? gate, {hybrid.NEED}) -> (Tensor, Tensor, Tensor, Tensor)",
-        backward, _bwd_fake,
-        save=_save,
+        recompute.BWD_SCHEMA, recompute.backward, recompute.bwd_fake,
+        save=recompute.kept,
         grads_to=(0, 1, 2, 3 if gated else None, None, None, None, None, None),
-        label="mlp[triton]",
+        bwd_inside=recompute.inside_backward, label="mlp[triton]",
     )
 
 
