@@ -49,19 +49,19 @@ def fakes(dy, D, H, gated, need_dx, need_dup, need_ddown):
     return dx, dup, dy.new_empty((dy.shape[-1], H) if need_ddown else 0), dgate
 
 
-def inside_gradients(dy, D, H, gated) -> int:
+def inside_gradients(dy, D, H, gated, need_dx, need_dup, need_ddown) -> int:
     """Bytes that `gradients` takes besides: of the pre-activations, and until dx and dup come of the hidden values."""
-    M, many = dy.numel() // max(1, dy.shape[-1]), 2 if gated else 1
-    later = (M * D + many * H * D) * dy.element_size()
-    return many * M * H * dy.element_size() + max(0, inside_end_backward(dy, M, H, dy.shape[-1], many) - later)
+    M, many = dy.numel() // max(1, dy.shape[-1]), (2 if gated else 1) * (need_dx or need_dup)
+    later = (M * D * need_dx + many * H * D * need_dup) * dy.element_size()
+    return many * M * H * dy.element_size() + max(0, inside_end_backward(dy, M, H, dy.shape[-1], many, need_ddown) - later)
 
 
 def inside(x, up, down, *rest) -> int:
     return inside_end(x, x.numel() // max(1, x.shape[-1]), up.shape[0], down.shape[0])
 
 
-def inside_backward(dy, x, up, down, gate, pre, pre_gate, gated, D, *rest) -> int:
-    return inside_gradients(dy, D, pre.shape[-1], gated)
+def inside_backward(dy, x, up, down, gate, pre, pre_gate, gated, D, activation, *need) -> int:
+    return inside_gradients(dy, D, pre.shape[-1], gated, *need)
 
 
 def backward(dy, x, up, down, gate, pre, pre_gate, gated, D, activation, need_dx, need_dup, need_ddown):

@@ -35,8 +35,8 @@ def inside(x, up, down, gate, *rest) -> int:
     return values if gate is None else values + max(0, (up.shape[0] - down.shape[0]) * M * x.element_size())
 
 
-def inside_backward(dy, x, up, down, gate, *rest) -> int:
-    return hybrid.inside_gradients(dy, x.shape[-1], up.shape[0], gate is not None)
+def inside_backward(dy, x, up, down, gate, activation, *need) -> int:
+    return hybrid.inside_gradients(dy, x.shape[-1], up.shape[0], gate is not None, *need)
 
 
 def kept(args, results):
