@@ -169,7 +169,7 @@ class Engines:
         self.warps: list[Warps] = []
         self.copies: list[tuple[Barrier, Callable[[], None]]] = []
         self.error: BaseException | None = None
-        self.polls = 0  # in turn while nothing else could change what is asked for
+        self.polls = 0  # in turn, while no other warps did anything
         self.done = threading.Semaphore(0)
         self.local = threading.local()
 
@@ -249,7 +249,7 @@ class Engines:
 
     def pause(self, ready: Callable[[], bool] | None = None, waits_for: "Barrier | str" = "") -> None:
         """A point at which others may go on; with `ready`, until that holds."""
-        me = self.current
+        me, self.polls = self.current, 0
         if self.schedule.kind == "random" or ready is not None and not ready():
             me.ready, me.waits_for = ready, waits_for
             self.give_way(me)
@@ -272,16 +272,13 @@ class Engines:
         me.ready = None
 
     def poll(self) -> None:
-        """As pause, for warps that ask again and again: the others come first, whatever the schedule."""
-        me = self.current
-        others = [w for w in self.warps if w is not me and not w.ended and (w.ready is None or w.ready())]
-        self.polls = 0 if others or self.copies else self.polls + 1
+        """As idle, for warps that ask again and again until another has answered."""
+        self.polls += 1
         if self.polls > 1000:
-            raise Hazard("warps ask again and again, and no others can go on")
-        if others:
-            self.give_way(me)
-        elif self.copies:
+            raise Hazard("warps ask again and again, and nobody else can go on")
+        if self.copies:
             self.end_copy()
+        self.idle()
 
     def copy(self, barrier: Barrier, run: Callable[[], None]) -> None:
         """Bring a tile into shared memory, now or at some time to come."""

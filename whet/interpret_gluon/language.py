@@ -106,7 +106,7 @@ class Language:
 
     def load(self, pointer: Pointer, mask=None, other=None) -> Value:
         at, active = pointer.reached(mask)
-        found = pointer.flat[at]
+        found = pointer.flat[at].clone()  # an index of one element gives a view
         return Value(found if other is None else torch.where(active, found, tensor(other).to(found.dtype)))
 
     def store(self, pointer: Pointer, value, mask=None) -> None:
@@ -116,7 +116,7 @@ class Language:
     def atomic_add(self, pointer: Pointer, value, mask=None, sem=None, scope=None) -> Value:
         self.engines.poll()
         at, active = pointer.reached(mask)
-        before, added = pointer.flat[at], tensor(value).to(pointer.flat.dtype).broadcast_to(at.shape)
+        before, added = pointer.flat[at].clone(), tensor(value).to(pointer.flat.dtype).broadcast_to(at.shape)
         pointer.flat.index_put_((at[active],), added[active], accumulate=True)
         return Value(before)
 

@@ -4,8 +4,9 @@ A turn is an int32 that starts at 0 and counts those who have added. The sums ha
 order is the same. Whoever waits must wait only for programs that started before it: `ticket` numbers them as they start.
 
 `BY` says with what the GPU at hand waits. "bulk", Hopper and newer: loops in PTX around sums that the copy engine adds, by
-`descriptor.atomic_add`; "ptx", older NVIDIA GPUs: the same around atomics; "atomics": Triton's own, anywhere. Triton pipelines
-no loop that has another loop or a barrier in it, but takes PTX for one instruction.
+`descriptor.atomic_add`; "ptx", older NVIDIA GPUs: the same around atomics; "warp": the same for one warp that adds for its
+program; "atomics": Triton's own, anywhere. Triton pipelines no loop that has another loop or a barrier in it, but takes PTX
+for one instruction.
 """
 
 import triton
@@ -46,10 +47,16 @@ def wait_for_turn(turn_ptr, turn, BY: tl.constexpr):
 
 @triton.jit
 def pass_turn(turn_ptr, turn, BY: tl.constexpr):
-    """Set *turn_ptr to turn, after all that the threads of this program added before."""
+    """Set *turn_ptr to turn, after all that the threads of this program, or of this warp, added before."""
     if BY == "atomics":
         tl.debug_barrier()
         tl.atomic_xchg(turn_ptr, turn, sem="release")
+    elif BY == "warp":
+        tl.inline_asm_elementwise(
+            "{ .reg .pred first; .reg .u32 lane; bar.warp.sync 0xffffffff; mov.u32 lane, %laneid; setp.eq.u32 first, lane, 0;\n"
+            "@first st.release.gpu.global.u32 [$1], $2; mov.u32 $0, 0; }",
+            "=r,l,r,~{memory}", [turn_ptr, turn], dtype=tl.int32, is_pure=False, pack=1,
+        )
     else:
         tl.inline_asm_elementwise(
             "{ .reg .pred first; .reg .u32 thread; mov.u32 thread, %tid.x; setp.eq.u32 first, thread, 0;\n"

@@ -29,6 +29,7 @@ from whet.ops.attention.common import (
     seen,
     view,
 )
+from whet.ops.attention.hopper_fused import fused_hopper
 
 
 @triton.jit
@@ -203,9 +204,10 @@ def fused(do, dlse, q, k, v, o, lse, scale, offset, left, right, tile: Tile):
     delta = row_delta(o, do, dlse)
     tiles, BLOCK_D = triton.cdiv(Lq, tile.M), block_d(q.shape[3])
     sums = q.new_zeros((B, H, tiles * tile.M, BLOCK_D), dtype=torch.float32)
-    turns = q.new_zeros(B * H * tiles + 2, dtype=torch.int32)
+    turns = q.new_zeros(B * H * tiles * max(1, BLOCK_D // 64) + 2, dtype=torch.int32)
     places = lone_places(left, right, k.shape[2], dlse)
-    launch_fused(sums, dk, dv, turns, q, k, v, do, lse, delta, scale, offset, places, left, right, tile)
+    launch = fused_hopper if tile.gluon else launch_fused
+    launch(sums, dk, dv, turns, q, k, v, do, lse, delta, scale, offset, places, left, right, tile)
     torch.mul(sums[:, :, :Lq, : dq.shape[3]], scale, out=dq)
     return cut(dq, D), cut(dk, D), cut(dv, D)
 

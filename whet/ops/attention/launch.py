@@ -46,11 +46,12 @@ WIDE = {  # float32: three TF32 products each, which take most of the registers
     16: ("64x32w4s1/64x32w4s1/32x64w4s1",), 32: ("64x32w4s1/64x32w4s1/32x64w4s1",), 64: ("64x32w4s1/64x32w4s1/32x64w4s1",),
     128: ("64x32w4s1/64x32w8s1/32x64w8s1",), 256: ("32x16w4s1/32x16w4s1/16x32w4s1",),
 }
-# The backward of five products has one tile, by BLOCK_D. At 64 two programs to an SM; at 128 one that spills is faster than
-# eight warps that do not.
+# The backward of five products, by BLOCK_D. At 64 two programs to an SM; at 128 one that spills is faster than eight warps that
+# do not. On Hopper tuning tries warps of their own for products, copies and sums beside it.
 FUSED_HOPPER = {16: "64x64w4s2", 32: "64x64w4s2", 64: "64x64w4s2", 128: "64x64w4s1", 256: "32x32w8s1"}
 FUSED_OTHERS = {16: "64x64w4s2", 32: "64x64w4s2", 64: "32x64w4s2", 128: "32x64w8s2", 256: "32x32w8s1"}
 FUSED_WIDE = {16: "32x32w4s1", 32: "32x32w4s1", 64: "32x32w4s1", 128: "16x16w4s1", 256: "16x16w4s1"}
+FUSED_GLUON = "g64x128w8s2"
 ONE_TILE = Tile(64, 64, 4, 2)  # past 64 keys or a head of 64 it spills, and two passes are faster
 
 
@@ -146,6 +147,22 @@ def fused_tile(q) -> str:
     return by_dtype[block_d(q.shape[3])]
 
 
+def fused_tiles(q, k, v, causal=None, window=None, scale=None, return_lse=False, precision=None) -> tuple[str, ...]:
+    """What tuning tries beside the default: on Hopper one in Gluon, of 16 bits and head sizes up to 128."""
+    capability = machine.this_machine().capability
+    served = q.dtype != torch.float32 and block_d(q.shape[3]) <= 128 and not fits_one_tile(q, k)
+    return (FUSED_GLUON,) if served and capability and capability[0] == 9 else ()
+
+
+def fused_inside_backward(do, dlse, q, k, v, o, lse, scale, offset, left, right, tile) -> int:
+    """The sum of dq in fp32, and delta: what the launcher allocates besides the gradients."""
+    if fits_one_tile(q, k):
+        return 0
+    B, H, Lq, D = q.shape
+    M = Tile.read(tile or fused_tile(q)).M
+    return 4 * B * H * (-(-Lq // M) * M * block_d(D) + Lq)
+
+
 def launch_fp8_backward(do, dlse, q, k, v, o, lse, scale, offset, left, right, tile):
     """The gradient of what the forward computed: of the rounded q, k, v, in their own precision, passed straight through."""
     q, k, v = fp8.dequantized(q, k, v)
@@ -168,7 +185,7 @@ def _fake_fp8_backward(do, dlse, q, k, v, o, lse, scale, offset, left, right, ti
     return q.new_empty(q.shape), k.new_empty(k.shape), v.new_empty(v.shape)  # dequantized copies are contiguous
 
 
-def registered(name, impl, run_forward, run_backward, fake=_fake, fake_backward=_fake_backward) -> Fused:
+def registered(name, impl, run_forward, run_backward, fake=_fake, fake_backward=_fake_backward, bwd_inside=None) -> Fused:
     options = "float scale, int offset, int left, int right, str tile"
     kept = "Tensor q, Tensor k, Tensor v, Tensor o, Tensor lse"
     return Fused(
@@ -177,12 +194,14 @@ def registered(name, impl, run_forward, run_backward, fake=_fake, fake_backward=
         f"(Tensor? do, Tensor? dlse, {kept}, {options}) -> (Tensor, Tensor, Tensor)", run_backward, fake_backward,
         save=lambda args, results: ((*args[:3], *results), args[3:]),
         grads_to=(0, 1, 2, None, None, None, None, None), n_out=2, grads_from=((0, 1), (0, 1), (0,)),
-        label=f"attention[{impl}]",
+        bwd_inside=bwd_inside, label=f"attention[{impl}]",
     )
 
 
 TWO_PASS = registered("attention", "triton", launch_forward, launch_backward)
-ONE_PASS = registered("attention_fused_bwd", "triton_fused_bwd", launch_fused_forward, launch_fused)
+ONE_PASS = registered(
+    "attention_fused_bwd", "triton_fused_bwd", launch_fused_forward, launch_fused, bwd_inside=fused_inside_backward
+)
 CUDNNS = registered("attention_cudnn_bwd", "triton_cudnn_bwd", launch_forward, launch_hybrid)
 IN_FP8 = registered("attention_fp8", "triton_fp8", fp8.forward, launch_fp8_backward, _fake_fp8, _fake_fp8_backward)
 
@@ -296,10 +315,10 @@ IMPLS = {
         "168 registers, or the Gluon backward has a window",
     ),
     "triton_fused_bwd": Impl(
-        runner(ONE_PASS), refuses, needs="triton", words="whet's own kernel, its backward in one pass",
+        runner(ONE_PASS), refuses, needs="triton", tiles=fused_tiles, words="whet's own kernel, its backward in one pass",
         limits=("precision='fp8'", *LIMITS),
         spills="five products share one program's registers: at head sizes over 64, in float32, "
-        "and where a tile is held to 168",
+        "and where a tile is held to 168; a few bytes outside its loop in Gluon",
     ),
     "triton_cudnn_bwd": Impl(
         runner(CUDNNS), hybrid_refuses, needs="cudnn", capability=(8, 0),
