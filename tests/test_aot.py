@@ -7,6 +7,8 @@ import subprocess
 import pytest
 from conftest import ROOT, every_op, has_triton, python
 
+from whet.child import Ended
+
 TARGETS = ("sm_80", "sm_90", "sm_100", "gfx942")
 
 
@@ -231,3 +233,18 @@ def test_a_narrow_product_of_gate_and_up_fits_shared_memory(scripts):
 def test_the_kernel_at_the_end_of_a_step_compiles_without_spills(scripts):
     found = scripts["noted"].stdout.splitlines()
     assert sorted(found) == sorted(f"{target} 0" for target in TARGETS)
+
+
+SERIAL = (
+    "ptxas info    : (C7514) Potential Performance Loss: wgmma.mma_async instructions are serialized due to non wgmma instructions "
+    "reading accumulator registers of a wgmma in the function '_kernel'\nptxas info    : Used 168 registers, used 3 barriers\n"
+)
+
+
+def test_asynchronous_products_that_ptxas_serialises_are_a_problem(monkeypatch):
+    from whet import aot
+
+    monkeypatch.setattr(aot, "run_to_end", lambda *_, **options: Ended(0, "", SERIAL))
+    assert aot._read_ptxas("", 90, asynchronous=False) == (168, 0)
+    with pytest.raises(RuntimeError, match="products are serialized due to non wgmma instructions reading"):
+        aot._read_ptxas("", 90, asynchronous=True)

@@ -175,11 +175,15 @@ def compile_for(launch: Launch, target: str) -> Compiled:
     gpu = TARGETS[target]
     source, options = specialise(launch, gpu)
     kernel = triton.compile(source, target=gpu, options=options)
-    read = _read_ptxas(kernel.asm["ptx"], gpu.arch) if gpu.backend == "cuda" else _read_amdgcn(kernel.asm["amdgcn"])
+    if gpu.backend == "cuda":
+        read = _read_ptxas(kernel.asm["ptx"], gpu.arch, launch.fn.is_gluon())
+    else:
+        read = _read_amdgcn(kernel.asm["amdgcn"])
     return Compiled(*read, shared=kernel.metadata.shared)
 
 
-def _read_ptxas(ptx: str, arch: int) -> tuple[int, int]:
+def _read_ptxas(ptx: str, arch: int, asynchronous: bool) -> tuple[int, int]:
+    """asynchronous: the kernel's products are meant to run beside what follows them; ptxas tells where it made them wait."""
     with tempfile.TemporaryDirectory() as folder:
         Path(folder, "kernel.ptx").write_text(ptx)
         name = sm_arch_from_capability(arch)
@@ -188,6 +192,8 @@ def _read_ptxas(ptx: str, arch: int) -> tuple[int, int]:
         if done.fault:
             raise RuntimeError(f"ptxas for {name}: {done.fault}")
         log = done.stderr
+    if asynchronous and (found := re.search(r"instructions are (serialized due to .*?) in the function", log)):
+        raise RuntimeError(f"its asynchronous products are {found[1]}")
     spills = sum(int(n) for n in re.findall(r"(\d+) bytes spill stores", log))
     return max(int(n) for n in re.findall(r"Used (\d+) registers", log)), spills
 
