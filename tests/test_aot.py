@@ -236,8 +236,8 @@ def test_the_kernel_at_the_end_of_a_step_compiles_without_spills(scripts):
 
 
 SERIAL = (
-    "ptxas info    : (C7514) Potential Performance Loss: wgmma.mma_async instructions are serialized due to non wgmma instructions "
-    "reading accumulator registers of a wgmma in the function '_kernel'\nptxas info    : Used 168 registers, used 3 barriers\n"
+    "ptxas info    : (C7514) Potential Performance Loss: wgmma.mma_async instructions are serialized due to non wgmma "
+    "instructions reading accumulator registers of a wgmma in the function '_kernel'\nptxas info    : Used 168 registers, used 3 barriers\n"
 )
 
 
