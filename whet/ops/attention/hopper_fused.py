@@ -73,8 +73,8 @@ def _multiply(
 ):
     """One warpgroup's half of the keys: dk and dv, and what they add to dq, tile by tile.
 
-    The next tile's scores are multiplied while this one's share of dq is stored, dp beside the exponentials. Up to a head size of
-    64 k and v stay in registers as left operands: reading them anew for every tile would be a seventh of what shared memory gives.
+    The next tile's scores are multiplied while this one's share of dq is stored, dp beside the exponentials. Up to a head size
+    of 64 k and v stay in registers as left operands: a seventh less for shared memory, which is what bounds this.
     """
     kv_full, q_full, do_full, empty = bars
     dtype: gl.constexpr = dk_desc.dtype
