@@ -169,6 +169,7 @@ class Engines:
         self.warps: list[Warps] = []
         self.copies: list[tuple[Barrier, Callable[[], None]]] = []
         self.error: BaseException | None = None
+        self.favoured: Program | None = None
         self.polls = 0  # in turn, while no other warps did anything
         self.done = threading.Semaphore(0)
         self.local = threading.local()
@@ -231,6 +232,7 @@ class Engines:
         while True:
             able = [w for w in self.warps if not w.ended and (w.ready is None or w.ready())]
             if self.schedule.kind == "random":
+                able = self.favour(able)
                 n = self.schedule.random.randrange(len(able) + len(self.copies)) if able or self.copies else 0
                 if n < len(able):
                     return able[n]
@@ -239,6 +241,12 @@ class Engines:
             if not self.copies:
                 raise Hazard("no warps can go on: " + "; ".join(str(w.waits_for) for w in self.warps if not w.ended))
             self.end_copy()
+
+    def favour(self, able: list[Warps]) -> list[Warps]:
+        """Those of one program, as long as it can go on, and another now and then: so programs draw far ahead of each other."""
+        if able and self.schedule.random.random() < 0.02:
+            self.favoured = self.schedule.random.choice(able).program
+        return [w for w in able if w.program is self.favoured] or able
 
     def end_copy(self) -> None:
         """A copy ends: any, or where all is late one that is waited for, so that the rest stay on their way."""
