@@ -2,6 +2,7 @@
 
 tensor      a strided tensor of real numbers with plain elements; its shape and dtype are for the op's own check
 int         within int64;  number     such an int, or a float that is finite in float32;  bool     True or False;  'word';  None
+dtype       a torch.dtype; which of them is for the op's own check
 A number of numpy, or of any other type that Python's `numbers` knows, is taken for the int or the float that it equals.
 A bool is no number, a float no int, and a tensor of one element neither.
 """
@@ -15,7 +16,7 @@ import torch
 
 LARGEST = torch.finfo(torch.float32).max
 OWN = (int, float, bool, str, type(None))
-WORDS = {"tensor": "a tensor", "number": "a finite number", "int": "an int", "bool": "True, False"}
+WORDS = {"tensor": "a tensor", "number": "a finite number", "int": "an int", "bool": "True, False", "dtype": "a torch.dtype"}
 
 
 def kinds_of(function: Callable, declared: Mapping[str, str]) -> dict[str, str]:
@@ -47,6 +48,8 @@ def fits(one: str, value) -> bool:
     what, _, least = one.partition(" >= ")
     if what == "tensor":
         return isinstance(value, torch.Tensor)
+    if what == "dtype":
+        return isinstance(value, torch.dtype)
     if what == "None":
         return value is None
     if what == "bool" or isinstance(value, bool):

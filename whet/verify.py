@@ -210,6 +210,9 @@ def upstream(out: torch.Tensor, i: int, layout: str) -> torch.Tensor:
 
 
 def widen(v):
+    """An argument as the oracle takes it: in float64, and a dtype asked of a result is that too."""
+    if isinstance(v, torch.dtype):
+        return torch.float64
     return v.double() if isinstance(v, torch.Tensor) and v.is_floating_point() else v
 
 

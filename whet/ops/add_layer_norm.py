@@ -7,7 +7,20 @@ import triton.language as tl
 
 from whet.launch import launcher
 from whet.op import Cost, Impl, Op, floating, lay, nbytes, same_device
-from whet.ops._rows import KERNEL_DTYPES, ROW_LIMITS, bwd_tile, cdiv, column_sum, programs, tile, unit_rows
+from whet.ops._rows import (
+    KERNEL_DTYPES,
+    ROW_LIMITS,
+    TWICE_ROUNDED,
+    bwd_tile,
+    cdiv,
+    column_sum,
+    dtype_named,
+    named_dtype,
+    programs,
+    tile,
+    twice_rounded,
+    unit_rows,
+)
 from whet.ops.layer_norm import OP as LAYER_NORM
 from whet.ops.layer_norm import centred
 from whet.ops.layer_norm import reference as layer_norm
@@ -17,38 +30,45 @@ from whet.torch_ops import Fused
 from whet.values import families
 
 
-def reference(x, res, w, b=None, eps=1e-5):
-    """h = x + res, rounded;  y = (h - mean(h)) * rsqrt(var(h) + eps) * w + b, wide inside.  b may be None.  Returns (y, h)."""
+def reference(x, res, w, b=None, eps=1e-5, out_dtype=None):
+    """h = x + res, rounded;  y = (h - mean(h)) * rsqrt(var(h) + eps) * w + b, wide inside.  b may be None.  Returns (y, h).
+
+    out_dtype     the dtype of y, h's where it is None: under autocast that of the product that y goes into
+    """
     h = x + res
-    return layer_norm(h, w, b, eps), h
+    return layer_norm(h, w, b, eps, out_dtype), h
 
 
 def inputs(
     dtype, device, M, N, bias=True, layout="contiguous", w_dtype=None, res_dtype=None, w_layout="contiguous",
+    out_dtype=None,
 ):
     args = LAYER_NORM.inputs(dtype, device, M, N, bias, layout, w_dtype, w_layout)
     res = lay(torch.randn(M, N, dtype=dtype, device=device), layout).to(res_dtype and getattr(torch, res_dtype) or dtype)
-    return dict(x=args.pop("x"), res=res, **args)
+    out = dtype_named(out_dtype, torch.promote_types(dtype, res.dtype))
+    return dict(x=args.pop("x"), res=res) | args | dict(out_dtype=out)
 
 
-def case_of(x, res, w, b=None, eps=1e-5):
+def case_of(x, res, w, b=None, eps=1e-5, out_dtype=None):
     case = LAYER_NORM.case_of(x, w, b, eps)
-    return case if res.dtype == x.dtype else case | dict(res_dtype=str(res.dtype).removeprefix("torch."))
+    case |= {} if res.dtype == x.dtype else dict(res_dtype=str(res.dtype).removeprefix("torch."))
+    return case | named_dtype(out_dtype, torch.promote_types(x.dtype, res.dtype))
 
 
-def check(x, res, w, b=None, eps=1e-5):
+def check(x, res, w, b=None, eps=1e-5, out_dtype=None):
     if reason := floating(x=x, res=res, w=w, b=b) or same_device(x=x, res=res, w=w, b=b):
         return reason
     if x.dim() and res.shape != x.shape:
         return f"res must have shape {tuple(x.shape)} to match x, got {tuple(res.shape)}"
-    return LAYER_NORM.check(x, w, b, eps)
+    return LAYER_NORM.check(x, w, b, eps, out_dtype)
 
 
-def cost(x, res, w, b=None, eps=1e-5):
-    h = x.numel() * torch.promote_types(x.dtype, res.dtype).itemsize
+def cost(x, res, w, b=None, eps=1e-5, out_dtype=None):
+    dtype = torch.promote_types(x.dtype, res.dtype)
+    h, y = (x.numel() * t.itemsize for t in (dtype, out_dtype or dtype))
     return Cost(
-        bytes=nbytes(x, res, w, b) + 2 * h, flops=8 * x.numel(),
-        bwd_bytes=3 * h + nbytes(w) + h + nbytes(w, b), bwd_flops=12 * x.numel(),
+        bytes=nbytes(x, res, w, b) + h + y, flops=8 * x.numel(),
+        bwd_bytes=y + 2 * h + nbytes(w) + h + nbytes(w, b), bwd_flops=12 * x.numel(),
     )
 
 
@@ -62,7 +82,8 @@ def _add_layer_norm_kernel(
 ):
     """h = x + res;  c = h - mean(h);  y = c * rsqrt(mean(c^2) + eps) * w + b.  One program, BLOCK_M rows.
 
-    Fuses   the add into the norm: h stays in registers, where its mean and then its variance are taken.
+    Fuses   the add into the norm: h stays in registers, where its mean and then its variance are taken; and the cast to y's
+            dtype, which may be another than h's.
     Moves   x, res, w, b in; y, h, mean, rstd out = (4*M*N + 2*N) * itemsize + 8*M.  Add, then F.layer_norm: 5*M*N.
     Rounds  h to storage dtype before its mean is taken, as eager does; y once, at the store; fp32 inside. h is centred twice,
             as in layer_norm. y and h share a stride.
@@ -102,8 +123,8 @@ def _add_layer_norm_bwd_kernel(
 
     Fuses   the norm's gradient, the residual's, dw and db: dy, dh and h are read once. Programs stride over rows, the last
             first; each keeps its share of dw, db in registers.
-    Moves   dy, dh, h, w, mean, rstd in; dx out = 4*M*N * itemsize, 3*M*N where the sum is not used again, and one fp32 row
-            each of dw and db per program.
+    Moves   dy, in y's dtype, dh, h, w, mean, rstd in; dx out = 4*M*N * itemsize, 3*M*N where the sum is not used again, and
+            one fp32 row each of dw and db per program.
     Rounds  dx once, at the store; dw and db are summed in fp32 in a fixed order, then rounded once.
     """
     pid = tl.program_id(0)
@@ -141,10 +162,11 @@ def _add_layer_norm_bwd_kernel(
         tl.store(db_ptr + pid.to(tl.int64) * N + n, tl.sum(db, axis=0), mask=in_row)
 
 
-def forward(x, res, w, b, eps):
+def forward(x, res, w, b, eps, out_dtype):
     flat, flat_res, w, b = unit_rows(x), unit_rows(res), w.contiguous(), None if b is None else b.contiguous()
     M, N = flat.shape
-    y, h = (torch.empty(x.shape, dtype=torch.promote_types(x.dtype, res.dtype), device=x.device) for _ in range(2))
+    h = torch.empty(x.shape, dtype=torch.promote_types(x.dtype, res.dtype), device=x.device)
+    y = torch.empty_like(h, dtype=out_dtype)
     mean, rstd = (torch.empty(M, dtype=torch.float32, device=x.device) for _ in range(2))
     if y.numel():
         BLOCK_M, BLOCK_N, warps = tile(N)
@@ -176,54 +198,57 @@ def backward(dy, dh, h, w, mean, rstd, b=None):
     return dx, *(column_sum(partial, s) for partial, s in zip(partials, sums))
 
 
-def _fake(x, res, w, b, eps):
-    dtype, M = torch.promote_types(x.dtype, res.dtype), x.numel() // x.shape[-1]
-    rows = (x.new_empty(M, dtype=torch.float32) for _ in range(2))
-    return x.new_empty(x.shape, dtype=dtype), x.new_empty(x.shape, dtype=dtype), *rows
+def _fake(x, res, w, b, eps, out_dtype):
+    h, M = x.new_empty(x.shape, dtype=torch.promote_types(x.dtype, res.dtype)), x.numel() // x.shape[-1]
+    return h.new_empty(h.shape, dtype=out_dtype), h, *(x.new_empty(M, dtype=torch.float32) for _ in range(2))
 
 
 WITH_BIAS = Fused(
     "add_layer_norm",
-    "(Tensor x, Tensor res, Tensor w, Tensor b, float eps) -> (Tensor, Tensor, Tensor, Tensor)", forward, _fake,
+    "(Tensor x, Tensor res, Tensor w, Tensor b, float eps, ScalarType? out_dtype) -> (Tensor, Tensor, Tensor, Tensor)",
+    forward, _fake,
     "(Tensor? dy, Tensor? dh, Tensor h, Tensor w, Tensor mean, Tensor rstd, Tensor b) -> (Tensor, Tensor, Tensor)", backward,
     lambda dy, dh, h, w, mean, rstd, b: (h.new_empty(h.shape), w.new_empty(w.shape), b.new_empty(b.shape)),
     save=lambda args, results: ((results[1], args[2], results[2], results[3], args[3]), ()),
-    grads_to=(0, 0, 1, 2, None),  # where x and res differ in dtype, autograd casts the wider gradient
+    grads_to=(0, 0, 1, 2, None, None),  # where x and res differ in dtype, autograd casts the wider gradient
     n_out=2, visible=True, bwd_visible=True, grads_from=((0, 1), (0,), (0,)),
 )
 WITHOUT_BIAS = Fused(
     "add_layer_norm_no_bias",
-    "(Tensor x, Tensor res, Tensor w, float eps) -> (Tensor, Tensor, Tensor, Tensor)",
-    lambda x, res, w, eps: forward(x, res, w, None, eps), lambda x, res, w, eps: _fake(x, res, w, None, eps),
+    "(Tensor x, Tensor res, Tensor w, float eps, ScalarType? out_dtype) -> (Tensor, Tensor, Tensor, Tensor)",
+    lambda x, res, w, *rest: forward(x, res, w, None, *rest), lambda x, res, w, *rest: _fake(x, res, w, None, *rest),
     "(Tensor? dy, Tensor? dh, Tensor h, Tensor w, Tensor mean, Tensor rstd) -> (Tensor, Tensor)", backward,
     lambda dy, dh, h, w, mean, rstd: (h.new_empty(h.shape), w.new_empty(w.shape)),
     save=lambda args, results: ((results[1], args[2], results[2], results[3]), ()),
-    grads_to=(0, 0, 1, None),
+    grads_to=(0, 0, 1, None, None),
     n_out=2, visible=True, bwd_visible=True, grads_from=((0, 1), (0,)),
 )
 
 
-def refuses(x, res, w, b=None, eps=1e-5):
+def refuses(x, res, w, b=None, eps=1e-5, out_dtype=None):
     if res.dtype not in KERNEL_DTYPES:
         return f"res must be float32, float16 or bfloat16, got {res.dtype}"
-    return norm_refuses(x, w, b, eps)
+    return norm_refuses(x, w, b, eps, out_dtype)
 
 
-def run_triton(x, res, w, b=None, eps=1e-5):
-    return WITHOUT_BIAS(x, res, w, eps) if b is None else WITH_BIAS(x, res, w, b, eps)
+def run_triton(x, res, w, b=None, eps=1e-5, out_dtype=None):
+    return WITHOUT_BIAS(x, res, w, eps, out_dtype) if b is None else WITH_BIAS(x, res, w, b, eps, out_dtype)
 
 
-def torch_refuses(x, res, w, b=None, eps=1e-5):
+def torch_refuses(x, res, w, b=None, eps=1e-5, out_dtype=None):
     dtype = torch.promote_types(x.dtype, res.dtype)
     for name, t in (("w", w), ("b", b)):
         if t is not None and t.dtype != dtype:
             return f"{name} must have the dtype of x + res, {dtype}, got {t.dtype}"
-    return "x.shape[-1] must be at least 2, got 1: its gradient there is rounding noise, not 0" if x.shape[-1] == 1 else None
+    if x.shape[-1] == 1:
+        return "x.shape[-1] must be at least 2, got 1: its gradient there is rounding noise, not 0"
+    return twice_rounded(out_dtype, dtype)
 
 
-def run_torch(x, res, w, b=None, eps=1e-5):
+def run_torch(x, res, w, b=None, eps=1e-5, out_dtype=None):
     h = x + res
-    return F.layer_norm(h, w.shape, w, b, eps), h
+    y = F.layer_norm(h, w.shape, w, b, eps)
+    return y if out_dtype is None else y.to(out_dtype), h
 
 
 OP = Op(
@@ -236,18 +261,21 @@ OP = Op(
         *LAYER_NORM.cases, dict(M=5, N=48, bias=False, w_layout="strided"),
         dict(M=16, N=64, w_dtype="float32", res_dtype="float32"),
         dict(M=16, N=64, bias=False, w_dtype="float32", res_dtype="float32"),
+        dict(M=16, N=64, w_dtype="float32", res_dtype="float32", out_dtype="bfloat16"),
     ),
     shapes=LAYER_NORM.shapes,
     cost=cost,
     grads=("x", "res", "w", "b"),
     impls={
         "torch": Impl(
-            run_torch, torch_refuses, limits=("a weight or bias of another dtype than x + res", "rows of one element"),
+            run_torch, torch_refuses,
+            limits=("a weight or bias of another dtype than x + res", "rows of one element", TWICE_ROUNDED),
         ),
         "triton": Impl(run_triton, refuses, needs="triton", limits=("dtypes other than fp32, fp16, bf16", *ROW_LIMITS)),
     },
     dynamic=("M",),
     tiny=dict(M=16),
+    kinds=dict(out_dtype="dtype | None"),
     hostile=families(("x", "res"), ("w", "b"), options={"eps 0.01": dict(eps=1e-2)}),
     pieces=row_pieces("x", "res", added=("w", "b")),
 )

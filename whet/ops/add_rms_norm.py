@@ -7,34 +7,58 @@ import triton.language as tl
 
 from whet.launch import launcher
 from whet.op import Cost, Impl, Op, floating, lay, layout_of, nbytes, rows, same_device
-from whet.ops._rows import KERNEL_DTYPES, ROW_LIMITS, bwd_tile, cdiv, column_sum, programs, row_refused, tile, unit_rows
+from whet.ops._rows import (
+    KERNEL_DTYPES,
+    ROW_LIMITS,
+    TWICE_ROUNDED,
+    bwd_tile,
+    cdiv,
+    column_sum,
+    dtype_named,
+    kernel_dtype_refused,
+    named_dtype,
+    programs,
+    row_refused,
+    tile,
+    twice_rounded,
+    unit_rows,
+    unknown_dtype,
+)
 from whet.ops.rms_norm import reference as rms_norm
 from whet.parts import row_pieces
 from whet.torch_ops import Fused
 from whet.values import families
 
 
-def reference(x, res, w, eps=1e-6):
-    """h = x + res, rounded;  y = h * rsqrt(mean(h^2) + eps) * w, over the last dimension, wide inside.  Returns (y, h)."""
+def reference(x, res, w, eps=1e-6, out_dtype=None):
+    """h = x + res, rounded;  y = h * rsqrt(mean(h^2) + eps) * w, over the last dimension, wide inside.  Returns (y, h).
+
+    out_dtype     the dtype of y, h's where it is None: under autocast that of the product that y goes into
+    """
     h = x + res
-    return rms_norm(h, w, eps), h
+    return rms_norm(h, w, eps, out_dtype), h
 
 
-def inputs(dtype, device, M, N, layout="contiguous", w_dtype=None, res_dtype=None, w_layout="contiguous"):
+def inputs(
+    dtype, device, M, N, layout="contiguous", w_dtype=None, res_dtype=None, w_layout="contiguous", out_dtype=None,
+):
     x, res = (lay(torch.randn(M, N, dtype=dtype, device=device), layout) for _ in range(2))
     w = (torch.rand(N, device=device) + 0.5).to(w_dtype and getattr(torch, w_dtype) or dtype)
-    return dict(x=x, res=res.to(res_dtype and getattr(torch, res_dtype) or dtype), w=lay(w, w_layout), eps=1e-6)
+    res = res.to(res_dtype and getattr(torch, res_dtype) or dtype)
+    out = dtype_named(out_dtype, torch.promote_types(dtype, res.dtype))
+    return dict(x=x, res=res, w=lay(w, w_layout), eps=1e-6, out_dtype=out)
 
 
-def case_of(x, res, w, eps=1e-6):
+def case_of(x, res, w, eps=1e-6, out_dtype=None):
     case = dict(M=x.numel() // max(1, x.shape[-1]), N=x.shape[-1], layout=layout_of(x))
     case |= {} if w.is_contiguous() else dict(w_layout=layout_of(w))
     if w.dtype != x.dtype:
         case["w_dtype"] = str(w.dtype).removeprefix("torch.")
-    return case if res.dtype == x.dtype else case | dict(res_dtype=str(res.dtype).removeprefix("torch."))
+    case |= {} if res.dtype == x.dtype else dict(res_dtype=str(res.dtype).removeprefix("torch."))
+    return case | named_dtype(out_dtype, torch.promote_types(x.dtype, res.dtype))
 
 
-def check(x, res, w, eps=1e-6):
+def check(x, res, w, eps=1e-6, out_dtype=None):
     if reason := floating(x=x, res=res, w=w) or same_device(x=x, res=res, w=w):
         return reason
     if x.dim() < 1:
@@ -43,14 +67,15 @@ def check(x, res, w, eps=1e-6):
         return f"res must have shape {tuple(x.shape)} to match x, got {tuple(res.shape)}"
     if w.shape != x.shape[-1:]:
         return f"w must have shape ({x.shape[-1]},) to match x.shape[-1], got {tuple(w.shape)}"
-    return None
+    return unknown_dtype(out_dtype)
 
 
-def cost(x, res, w, eps=1e-6):
-    h = x.numel() * torch.promote_types(x.dtype, res.dtype).itemsize
+def cost(x, res, w, eps=1e-6, out_dtype=None):
+    dtype = torch.promote_types(x.dtype, res.dtype)
+    h, y = (x.numel() * t.itemsize for t in (dtype, out_dtype or dtype))
     return Cost(
-        bytes=nbytes(x, res, w) + 2 * h, flops=5 * x.numel(),
-        bwd_bytes=3 * h + nbytes(w) + h + nbytes(w), bwd_flops=9 * x.numel(),
+        bytes=nbytes(x, res, w) + h + y, flops=5 * x.numel(),
+        bwd_bytes=y + 2 * h + nbytes(w) + h + nbytes(w), bwd_flops=9 * x.numel(),
     )
 
 
@@ -64,7 +89,7 @@ def _add_rms_norm_kernel(
 ):
     """h = x + res;  y = h * rsqrt(mean(h^2) + eps) * w.  One program, BLOCK_M rows; y and h share a stride.
 
-    Fuses   the add into the norm: h stays in registers.
+    Fuses   the add into the norm: h stays in registers; and the cast to y's dtype, which may be another than h's.
     Moves   x, res, w in; y, h, rstd out = (4*M*N + N) * itemsize + 4*M.  Add, then F.rms_norm: 5*M*N.
     Rounds  h to storage dtype before squaring, as eager does; y once, at the store; fp32 inside.
     """
@@ -96,7 +121,7 @@ def _add_rms_norm_bwd_kernel(
 
     Fuses   the norm's gradient, the residual's and dw: dy, dh and h are read once. Programs stride over rows, the last
             first; each keeps its share of dw in registers.
-    Moves   dy, dh, h, w, rstd in; dx out = 4*M*N * itemsize, and one fp32 row of dw per program.
+    Moves   dy, in y's dtype, dh, h, w, rstd in; dx out = 4*M*N * itemsize, and one fp32 row of dw per program.
     Rounds  dx once, at the store; dw is summed in fp32 in a fixed order, then rounded once.
     """
     pid = tl.program_id(0)
@@ -127,10 +152,11 @@ def _add_rms_norm_bwd_kernel(
     tl.store(partial_ptr + pid.to(tl.int64) * N + n, tl.sum(dw, axis=0), mask=in_row)
 
 
-def forward(x, res, w, eps):
+def forward(x, res, w, eps, out_dtype):
     flat, flat_res, w = unit_rows(x), unit_rows(res), w.contiguous()
     M, N = flat.shape
-    y, h = (torch.empty(x.shape, dtype=torch.promote_types(x.dtype, res.dtype), device=x.device) for _ in range(2))
+    h = torch.empty(x.shape, dtype=torch.promote_types(x.dtype, res.dtype), device=x.device)
+    y = torch.empty_like(h, dtype=out_dtype)
     rstd = torch.empty(M, dtype=torch.float32, device=x.device)
     if y.numel():
         BLOCK_M, BLOCK_N, warps = tile(N)
@@ -162,52 +188,57 @@ def backward(dy, dh, h, w, rstd):
     return dx, column_sum(partial, dw)
 
 
-def _fake(x, res, w, eps):
-    dtype = torch.promote_types(x.dtype, res.dtype)
-    M = x.numel() // x.shape[-1]
-    return x.new_empty(x.shape, dtype=dtype), x.new_empty(x.shape, dtype=dtype), x.new_empty(M, dtype=torch.float32)
+def _fake(x, res, w, eps, out_dtype):
+    h = x.new_empty(x.shape, dtype=torch.promote_types(x.dtype, res.dtype))
+    return h.new_empty(h.shape, dtype=out_dtype), h, x.new_empty(x.numel() // x.shape[-1], dtype=torch.float32)
 
 
 FUSED = Fused(
     "add_rms_norm",
-    "(Tensor x, Tensor res, Tensor w, float eps) -> (Tensor, Tensor, Tensor)", forward, _fake,
+    "(Tensor x, Tensor res, Tensor w, float eps, ScalarType? out_dtype) -> (Tensor, Tensor, Tensor)", forward, _fake,
     "(Tensor? dy, Tensor? dh, Tensor h, Tensor w, Tensor rstd) -> (Tensor, Tensor)", backward,
     lambda dy, dh, h, w, rstd: (h.new_empty(h.shape), w.new_empty(w.shape)),
     save=lambda args, results: ((results[1], args[2], results[2]), ()),
-    grads_to=(0, 0, 1, None),  # where x and res differ in dtype, autograd casts the wider gradient
+    grads_to=(0, 0, 1, None, None),  # where x and res differ in dtype, autograd casts the wider gradient
     n_out=2, visible=True, bwd_visible=True, grads_from=((0, 1), (0,)),
 )
 
 
-def refuses(x, res, w, eps=1e-6):
+def refuses(x, res, w, eps=1e-6, out_dtype=None):
     if x.dtype not in KERNEL_DTYPES or res.dtype not in KERNEL_DTYPES or w.dtype not in KERNEL_DTYPES:
         return f"x, res and w must be float32, float16 or bfloat16, got {x.dtype}, {res.dtype} and {w.dtype}"
-    return row_refused(x.shape[-1])
+    return kernel_dtype_refused(out_dtype) or row_refused(x.shape[-1])
 
 
-def run_triton(x, res, w, eps=1e-6):
-    return FUSED(x, res, w, eps)
+def run_triton(x, res, w, eps=1e-6, out_dtype=None):
+    return FUSED(x, res, w, eps, out_dtype)
 
 
-def torch_refuses(x, res, w, eps=1e-6):
+def torch_refuses(x, res, w, eps=1e-6, out_dtype=None):
     dtype = torch.promote_types(x.dtype, res.dtype)
-    return None if w.dtype == dtype else f"w must have the dtype of x + res, {dtype}, got {w.dtype}"
+    if w.dtype != dtype:
+        return f"w must have the dtype of x + res, {dtype}, got {w.dtype}"
+    return twice_rounded(out_dtype, dtype)
 
 
-def run_torch(x, res, w, eps=1e-6):
+def run_torch(x, res, w, eps=1e-6, out_dtype=None):
     h = x + res
-    return F.rms_norm(h, w.shape, w, eps), h
+    y = F.rms_norm(h, w.shape, w, eps)
+    return y if out_dtype is None else y.to(out_dtype), h
 
 
-def liger_refuses(x, res, w, eps=1e-6):
-    return None if res.dtype == x.dtype else f"res must have x's dtype {x.dtype}, got {res.dtype}"
+def liger_refuses(x, res, w, eps=1e-6, out_dtype=None):
+    if res.dtype != x.dtype:
+        return f"res must have x's dtype {x.dtype}, got {res.dtype}"
+    return twice_rounded(out_dtype, x.dtype)
 
 
-def run_liger(x, res, w, eps=1e-6):
+def run_liger(x, res, w, eps=1e-6, out_dtype=None):
     from liger_kernel.ops.fused_add_rms_norm import LigerFusedAddRMSNormFunction
 
     y, h = LigerFusedAddRMSNormFunction.apply(rows(x), rows(res), w, eps, 0.0, "gemma", False)  # gemma: wide, rounded once
-    return y.view(x.shape), h.view(x.shape)
+    y = y.view(x.shape)
+    return y if out_dtype is None else y.to(out_dtype), h.view(x.shape)
 
 
 OP = Op(
@@ -222,21 +253,27 @@ OP = Op(
         dict(M=5, N=4112), dict(M=5, N=2050), dict(M=16, N=64, w_dtype="float32"),
         dict(M=16, N=64, w_dtype="float32", res_dtype="float32"),
         dict(M=5, N=48, w_layout="strided"), dict(M=5, N=48, w_layout="expanded"),
+        dict(M=7, N=100, out_dtype="bfloat16"), dict(M=0, N=64, out_dtype="bfloat16"),
+        dict(M=16, N=64, w_dtype="float32", res_dtype="float32", out_dtype="bfloat16"),
+        dict(M=16, N=64, w_dtype="float32", out_dtype="float32"),
     ),
     shapes={f"{M}x{N}": dict(M=M, N=N) for M, N in ((4096, 384), (16384, 1024), (16384, 4096), (4096, 8192))},
     cost=cost,
     grads=("x", "res", "w"),
     impls={
-        "torch": Impl(run_torch, torch_refuses, limits=("a weight of another dtype than x + res",)),
+        "torch": Impl(run_torch, torch_refuses, limits=("a weight of another dtype than x + res", TWICE_ROUNDED)),
         "triton": Impl(
             run_triton, refuses, needs="triton", limits=(
                 "dtypes other than fp32, fp16, bf16", *ROW_LIMITS,
             ),
         ),
-        "liger": Impl(run_liger, liger_refuses, needs="liger_kernel", limits=("a residual of another dtype than x",)),
+        "liger": Impl(
+            run_liger, liger_refuses, needs="liger_kernel", limits=("a residual of another dtype than x", TWICE_ROUNDED),
+        ),
     },
     dynamic=("M",),
     tiny=dict(M=16),
+    kinds=dict(out_dtype="dtype | None"),
     hostile=families(("x", "res"), ("w",), options={"eps 0.01": dict(eps=1e-2)}),
     pieces=row_pieces("x", "res", added=("w",)),
 )

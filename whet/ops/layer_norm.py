@@ -7,35 +7,58 @@ import triton.language as tl
 
 from whet.launch import launcher
 from whet.op import Cost, Impl, Op, floating, lay, layout_of, nbytes, rows, same_device
-from whet.ops._rows import KERNEL_DTYPES, ROW_LIMITS, bwd_tile, cdiv, column_sum, programs, row_refused, tile, unit_rows
+from whet.ops._rows import (
+    KERNEL_DTYPES,
+    ROW_LIMITS,
+    TWICE_ROUNDED,
+    bwd_tile,
+    cdiv,
+    column_sum,
+    dtype_named,
+    kernel_dtype_refused,
+    named_dtype,
+    programs,
+    row_refused,
+    tile,
+    twice_rounded,
+    unit_rows,
+    unknown_dtype,
+)
 from whet.parts import row_pieces
 from whet.torch_ops import Fused
 from whet.values import families
 
 
-def reference(x, w, b=None, eps=1e-5):
-    """y = (x - mean(x)) * rsqrt(var(x) + eps) * w + b, over the last dimension; computed wide, rounded once.  b may be None."""
+def reference(x, w, b=None, eps=1e-5, out_dtype=None):
+    """y = (x - mean(x)) * rsqrt(var(x) + eps) * w + b, over the last dimension; computed wide, rounded once.  b may be None.
+
+    out_dtype     the dtype of y, x's where it is None: under autocast that of the product that y goes into
+    """
     wide = torch.promote_types(x.dtype, torch.float32)
     h = x.to(wide)
     h = h - h.mean(-1, keepdim=True)
     y = h * torch.rsqrt(h.square().mean(-1, keepdim=True) + eps) * w.to(wide)
-    return (y if b is None else y + b.to(wide)).to(x.dtype)
+    return (y if b is None else y + b.to(wide)).to(out_dtype or x.dtype)
 
 
-def inputs(dtype, device, M, N, bias=True, layout="contiguous", w_dtype=None, w_layout="contiguous"):
+def inputs(
+    dtype, device, M, N, bias=True, layout="contiguous", w_dtype=None, w_layout="contiguous", out_dtype=None,
+):
     x = lay(torch.randn(M, N, dtype=dtype, device=device) + 0.5, layout)
     w_type = w_dtype and getattr(torch, w_dtype) or dtype
     w, b = (torch.rand(N, device=device) + 0.5).to(w_type), torch.randn(N, device=device).to(w_type)
-    return dict(x=x, w=lay(w, w_layout), b=lay(b, w_layout) if bias else None, eps=1e-5)
+    b = lay(b, w_layout) if bias else None
+    return dict(x=x, w=lay(w, w_layout), b=b, eps=1e-5, out_dtype=dtype_named(out_dtype, dtype))
 
 
-def case_of(x, w, b=None, eps=1e-5):
+def case_of(x, w, b=None, eps=1e-5, out_dtype=None):
     case = dict(M=x.numel() // max(1, x.shape[-1]), N=x.shape[-1], bias=b is not None, layout=layout_of(x))
     case |= {} if w.is_contiguous() else dict(w_layout=layout_of(w))
-    return case if w.dtype == x.dtype else case | dict(w_dtype=str(w.dtype).removeprefix("torch."))
+    case |= {} if w.dtype == x.dtype else dict(w_dtype=str(w.dtype).removeprefix("torch."))
+    return case | named_dtype(out_dtype, x.dtype)
 
 
-def check(x, w, b=None, eps=1e-5):
+def check(x, w, b=None, eps=1e-5, out_dtype=None):
     if reason := floating(x=x, w=w, b=b) or same_device(x=x, w=w, b=b):
         return reason
     if x.dim() < 1:
@@ -44,13 +67,14 @@ def check(x, w, b=None, eps=1e-5):
         return f"w must have shape ({x.shape[-1]},) to match x.shape[-1], got {tuple(w.shape)}"
     if b is not None and b.shape != w.shape:
         return f"b must have shape ({x.shape[-1]},) to match x.shape[-1], got {tuple(b.shape)}"
-    return None
+    return unknown_dtype(out_dtype)
 
 
-def cost(x, w, b=None, eps=1e-5):
+def cost(x, w, b=None, eps=1e-5, out_dtype=None):
+    y = x.numel() * (out_dtype or x.dtype).itemsize
     return Cost(
-        bytes=nbytes(x, w, b, x), flops=7 * x.numel(),
-        bwd_bytes=nbytes(x, x, w) + nbytes(x, w, b), bwd_flops=11 * x.numel(),
+        bytes=nbytes(x, w, b) + y, flops=7 * x.numel(),
+        bwd_bytes=y + nbytes(x, w) + nbytes(x, w, b), bwd_flops=11 * x.numel(),
     )
 
 
@@ -74,7 +98,8 @@ def _layer_norm_kernel(
 ):
     """c = x - mean(x);  y = c * rsqrt(mean(c^2) + eps) * w + b.  One program, BLOCK_M rows.
 
-    Fuses   the whole formula: a row is read once, its mean and then its variance taken in registers.
+    Fuses   the whole formula: a row is read once, its mean and then its variance taken in registers; and the cast to y's dtype,
+            which may be another than x's.
     Moves   x, w, b in; y, mean, rstd out = (2*M*N + 2*N) * itemsize + 8*M.
     Rounds  once, at the store; fp32 inside. The variance is of centred values: no cancellation. They are centred twice: what
             rounding leaves of the mean is small beside it, not beside the values' spread, which in a constant row is zero.
@@ -111,7 +136,7 @@ def _layer_norm_bwd_kernel(
 
     Fuses   dx, dw and db: x and dy are read once. Programs stride over rows, the last first; each keeps
             its share of dw, db in registers.
-    Moves   dy, x, w, mean, rstd in; dx out = 3*M*N * itemsize, and one fp32 row each of dw and db per program.
+    Moves   dy, in y's dtype, x, w, mean, rstd in; dx out = 3*M*N * itemsize, and one fp32 row each of dw and db per program.
     Rounds  dx once, at the store; dw and db are summed in fp32 in a fixed order, then rounded once.
     """
     pid = tl.program_id(0)
@@ -144,10 +169,10 @@ def _layer_norm_bwd_kernel(
         tl.store(db_ptr + pid.to(tl.int64) * N + n, tl.sum(db, axis=0), mask=in_row)
 
 
-def forward(x, w, b, eps):
+def forward(x, w, b, eps, out_dtype):
     flat, w, b = unit_rows(x), w.contiguous(), None if b is None else b.contiguous()
     M, N = flat.shape
-    y = torch.empty_like(x, memory_format=torch.contiguous_format)
+    y = torch.empty_like(x, dtype=out_dtype, memory_format=torch.contiguous_format)
     mean, rstd = (torch.empty(M, dtype=torch.float32, device=x.device) for _ in range(2))
     if y.numel():
         BLOCK_M, BLOCK_N, warps = tile(N)
@@ -175,63 +200,66 @@ def backward(dy, x, w, mean, rstd, b=None):
     return dx, *(column_sum(partial, s) for partial, s in zip(partials, sums))
 
 
-def _fake(x, w, b, eps):
+def _fake(x, w, b, eps, out_dtype):
     M = x.numel() // x.shape[-1]
-    return x.new_empty(x.shape), x.new_empty(M, dtype=torch.float32), x.new_empty(M, dtype=torch.float32)
+    return x.new_empty(x.shape, dtype=out_dtype), *(x.new_empty(M, dtype=torch.float32) for _ in range(2))
 
 
 WITH_BIAS = Fused(
     "layer_norm",
-    "(Tensor x, Tensor w, Tensor b, float eps) -> (Tensor, Tensor, Tensor)", forward, _fake,
+    "(Tensor x, Tensor w, Tensor b, float eps, ScalarType? out_dtype) -> (Tensor, Tensor, Tensor)", forward, _fake,
     "(Tensor dy, Tensor x, Tensor w, Tensor mean, Tensor rstd, Tensor b) -> (Tensor, Tensor, Tensor)", backward,
     lambda dy, x, w, mean, rstd, b: (x.new_empty(x.shape), w.new_empty(w.shape), b.new_empty(b.shape)),
     save=lambda args, results: ((args[0], args[1], results[1], results[2], args[2]), ()),
-    grads_to=(0, 1, 2, None),
+    grads_to=(0, 1, 2, None, None),
     visible=True, bwd_visible=True,
 )
 WITHOUT_BIAS = Fused(
     "layer_norm_no_bias",
-    "(Tensor x, Tensor w, float eps) -> (Tensor, Tensor, Tensor)",
-    lambda x, w, eps: forward(x, w, None, eps), lambda x, w, eps: _fake(x, w, None, eps),
+    "(Tensor x, Tensor w, float eps, ScalarType? out_dtype) -> (Tensor, Tensor, Tensor)",
+    lambda x, w, *rest: forward(x, w, None, *rest), lambda x, w, *rest: _fake(x, w, None, *rest),
     "(Tensor dy, Tensor x, Tensor w, Tensor mean, Tensor rstd) -> (Tensor, Tensor)", backward,
     lambda dy, x, w, mean, rstd: (x.new_empty(x.shape), w.new_empty(w.shape)),
     save=lambda args, results: ((args[0], args[1], results[1], results[2]), ()),
-    grads_to=(0, 1, None),
+    grads_to=(0, 1, None, None),
     visible=True, bwd_visible=True,
 )
 
 
-def refuses(x, w, b=None, eps=1e-5):
+def refuses(x, w, b=None, eps=1e-5, out_dtype=None):
     for name, t in (("x", x), ("w", w), ("b", b)):
         if t is not None and t.dtype not in KERNEL_DTYPES:
             return f"{name} must be float32, float16 or bfloat16, got {t.dtype}"
-    return row_refused(x.shape[-1])
+    return kernel_dtype_refused(out_dtype) or row_refused(x.shape[-1])
 
 
-def run_triton(x, w, b=None, eps=1e-5):
-    return WITHOUT_BIAS(x, w, eps) if b is None else WITH_BIAS(x, w, b, eps)
+def run_triton(x, w, b=None, eps=1e-5, out_dtype=None):
+    return WITHOUT_BIAS(x, w, eps, out_dtype) if b is None else WITH_BIAS(x, w, b, eps, out_dtype)
 
 
-def torch_refuses(x, w, b=None, eps=1e-5):
+def torch_refuses(x, w, b=None, eps=1e-5, out_dtype=None):
     for name, t in (("w", w), ("b", b)):
         if t is not None and t.dtype != x.dtype:
             return f"{name} must have x's dtype {x.dtype}, got {t.dtype}"
-    # measured on the CPU in fp32: 3e-5
-    return "x.shape[-1] must be at least 2, got 1: its gradient there is rounding noise, not 0" if x.shape[-1] == 1 else None
+    if x.shape[-1] == 1:  # measured on the CPU in fp32: 3e-5
+        return "x.shape[-1] must be at least 2, got 1: its gradient there is rounding noise, not 0"
+    return twice_rounded(out_dtype, x.dtype)
 
 
-def run_torch(x, w, b=None, eps=1e-5):
-    return F.layer_norm(x, w.shape, w, b, eps)
+def run_torch(x, w, b=None, eps=1e-5, out_dtype=None):
+    y = F.layer_norm(x, w.shape, w, b, eps)
+    return y if out_dtype is None else y.to(out_dtype)
 
 
-def liger_refuses(x, w, b=None, eps=1e-5):
-    return "b must be given: its kernels always read a bias" if b is None else None
+def liger_refuses(x, w, b=None, eps=1e-5, out_dtype=None):
+    return "b must be given: its kernels always read a bias" if b is None else twice_rounded(out_dtype, x.dtype)
 
 
-def run_liger(x, w, b=None, eps=1e-5):
+def run_liger(x, w, b=None, eps=1e-5, out_dtype=None):
     from liger_kernel.ops.layer_norm import LigerLayerNormFunction
 
-    return LigerLayerNormFunction.apply(rows(x), w, b, eps).view(x.shape)
+    y = LigerLayerNormFunction.apply(rows(x), w, b, eps).view(x.shape)
+    return y if out_dtype is None else y.to(out_dtype)
 
 
 OP = Op(
@@ -246,21 +274,27 @@ OP = Op(
         dict(M=5, N=4112), dict(M=5, N=2050), dict(M=5, N=1030, bias=False), dict(M=0, N=64, bias=False),
         dict(M=16, N=64, w_dtype="float32"), dict(M=16, N=64, bias=False, w_dtype="float32"),
         dict(M=5, N=48, w_layout="strided"), dict(M=5, N=48, w_layout="expanded"),
+        dict(M=7, N=100, out_dtype="bfloat16"), dict(M=5, N=48, bias=False, out_dtype="bfloat16"),
+        dict(M=16, N=64, w_dtype="float32", out_dtype="float32"),
     ),
     shapes={f"{M}x{N}": dict(M=M, N=N) for M, N in ((4096, 768), (16384, 1024), (16384, 4096), (4096, 8192))},
     cost=cost,
     grads=("x", "w", "b"),
     impls={
-        "torch": Impl(run_torch, torch_refuses, limits=("a weight or bias of another dtype than x", "rows of one element")),
+        "torch": Impl(
+            run_torch, torch_refuses,
+            limits=("a weight or bias of another dtype than x", "rows of one element", TWICE_ROUNDED),
+        ),
         "triton": Impl(
             run_triton, refuses, needs="triton", limits=(
                 "dtypes other than fp32, fp16, bf16", *ROW_LIMITS,
             ),
         ),
-        "liger": Impl(run_liger, liger_refuses, needs="liger_kernel", limits=("no bias",)),
+        "liger": Impl(run_liger, liger_refuses, needs="liger_kernel", limits=("no bias", TWICE_ROUNDED)),
     },
     dynamic=("M",),
     tiny=dict(M=16),
+    kinds=dict(out_dtype="dtype | None"),
     hostile=families(("x",), ("w", "b"), options={"eps 0.01": dict(eps=1e-2)}),
     pieces=row_pieces("x", added=("w", "b")),
 )
