@@ -3,7 +3,7 @@
 The variants compute the same function from the same parameters, and ask `ops` for every op:
   plain   every projection its own, the vocabulary as it is; `ops` are plain formulas: attention is materialised
   stock   QKV in one projection, the vocabulary padded; `ops` are PyTorch's own calls: SDPA
-  tuned   gate and up in one projection too; `ops` are the chosen kernels
+  tuned   gate and up in one projection too, norms in the dtype of the products; `ops` are the chosen kernels
 
 The padded rows of the vocabulary are zeros with a logit of OFF: exp(OFF - max) is 0 in every dtype, so that they take no
 probability and get no gradient, and all three products of the loss are aligned. A softcap would lift OFF to -softcap: there
@@ -107,24 +107,27 @@ class GPT2Config:
 
 
 class GPT2Norm(nn.Module):
-    def __init__(self, c: GPT2Config):
+    """narrow: its result in the dtype of the products, where it goes into nothing else."""
+
+    def __init__(self, c: GPT2Config, narrow: bool):
         super().__init__()
-        self.kind, self.eps = c.norm, c.eps
+        self.kind, self.eps, self.narrow = c.norm, c.eps, narrow
         self.weight = nn.Parameter(torch.ones(c.width))
         self.bias = nn.Parameter(torch.zeros(c.width)) if c.bias and c.norm == "layer" else None
 
     def forward(self, h, delta, ops):
         """(the norm of h + delta, h + delta)"""
         weights = (self.weight,) if self.kind == "rms" else (self.weight, self.bias)
+        how = *weights, self.eps, autocast_of(h) if self.narrow else None
         if delta is None:
-            return (ops.rms_norm if self.kind == "rms" else ops.layer_norm)(h, *weights, self.eps), h
-        return (ops.add_rms_norm if self.kind == "rms" else ops.add_layer_norm)(delta, h, *weights, self.eps)
+            return (ops.rms_norm if self.kind == "rms" else ops.layer_norm)(h, *how), h
+        return (ops.add_rms_norm if self.kind == "rms" else ops.add_layer_norm)(delta, h, *how)
 
 
 class GPT2Block(ResidualBlock, nn.Module):
     def __init__(self, c: GPT2Config, variant: str, window: int | None):
         super().__init__()
-        self.c, self.window, self.fused = c, window, VARIANTS[variant]
+        self.c, self.window, self.fused, narrow = c, window, VARIANTS[variant], variant == "tuned"
         rows = dict(c.splits["qkv"]) | (c.splits["gate_up"] if c.activation == "swiglu" else {"up": c.hidden})
         for fused in self.fused:
             if all(part in rows for part in c.splits[fused]):
@@ -132,7 +135,7 @@ class GPT2Block(ResidualBlock, nn.Module):
         for name, n in rows.items():
             self.add_module(name, nn.Linear(c.width, n, bias=c.bias))
         self.o, self.down = nn.Linear(c.width, c.width, bias=c.bias), nn.Linear(c.hidden, c.width, bias=c.bias)
-        self.norm1, self.norm2 = GPT2Norm(c), GPT2Norm(c)
+        self.norm1, self.norm2, self.narrow = GPT2Norm(c, narrow), GPT2Norm(c, narrow), narrow
 
     def project(self, name: str, x, ops):
         layer = self.get_submodule(name)
@@ -151,7 +154,8 @@ class GPT2Block(ResidualBlock, nn.Module):
         elif rotation:
             q, k = ops.rope(q, k, *rotation)
         elif c.qk_norm:
-            q, k = ops.rms_norm(q, ones, c.eps), ops.rms_norm(k, ones, c.eps)
+            out = autocast_of(q) if self.narrow else None  # PyTorch's own norm under autocast is float32
+            q, k = ops.rms_norm(q, ones, c.eps, out), ops.rms_norm(k, ones, c.eps, out)
         if cache is None:
             out = ops.attention(q, k, v, causal=True, window=self.window if self.window and self.window < T else None)
         else:
@@ -179,9 +183,9 @@ class GPT2Block(ResidualBlock, nn.Module):
 class TokenAhead(nn.Module):
     """What one more token is predicted from: the last layer's output, and a projection of it, behind a norm."""
 
-    def __init__(self, c: GPT2Config):
+    def __init__(self, c: GPT2Config, narrow: bool):
         super().__init__()
-        self.proj, self.norm = nn.Linear(c.width, c.width, bias=False), GPT2Norm(c)
+        self.proj, self.norm = nn.Linear(c.width, c.width, bias=False), GPT2Norm(c, narrow)
 
     def forward(self, y, ops):
         return self.norm(y, self.proj(y), ops)[0]
@@ -202,9 +206,10 @@ class GPT2(nn.Module):
         self.embed = nn.Embedding(rows, c.width)
         self.pos = nn.Embedding(c.max_positions, c.width) if c.positions == "learned" else None
         self.blocks = nn.ModuleList(GPT2Block(c, variant, window) for window in c.windows)
-        self.norm = GPT2Norm(c)
+        narrow = variant == "tuned"
+        self.norm = GPT2Norm(c, narrow and not c.mtp)  # whose result TokenAhead adds to
         self.head = None if c.tied else nn.Linear(c.width, rows, bias=False)
-        self.mtp = nn.ModuleList(TokenAhead(c) for _ in range(c.mtp))
+        self.mtp = nn.ModuleList(TokenAhead(c, narrow) for _ in range(c.mtp))
         off = F.pad(torch.zeros(c.vocab), (0, rows - c.vocab), value=OFF) if rows > c.vocab else None
         cos, sin = tables(c.max_positions, c.head_dim, c.theta) if c.positions == "rope" else (None, None)
         for name, buffer in dict(off=off, cos=cos, sin=sin, ones=torch.ones(c.head_dim)).items():

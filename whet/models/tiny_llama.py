@@ -3,7 +3,7 @@
 Three variants compute the same function from the same parameters:
   v1  separate projections, attention materialised, every op its plain formula
   v2  fused QKV projection and SDPA, stock calls
-  v3  fused QKV and gate/up projections, every op through `ops`: chosen kernels
+  v3  fused QKV and gate/up projections, norms in the dtype of the products, every op through `ops`: chosen kernels
 
 python -m whet.models.tiny_llama --batch-size 8 --seq-len 128 --num-steps 20
 """
@@ -23,6 +23,7 @@ from whet.models import Model, Recipe
 from whet.models._hf import LLAMA_NAMES, llama_config, renamed
 from whet.models._projections import cut, joined, project
 from whet.models._residual import ResidualBlock
+from whet.op import autocast_of
 from whet.ops.rope import tables
 from whet.workload import PHASES, Workload
 
@@ -130,11 +131,9 @@ class TinyLlamaBlock(ResidualBlock, nn.Module):
             h = h if delta is None else h + delta
             h = h + self.attend(ops.rms_norm(h, self.norm1, self.c.eps), cos, sin, ops, cache)
             return h + self.mlp(ops.rms_norm(h, self.norm2, self.c.eps), ops), None
-        if delta is None:
-            y = ops.rms_norm(h, self.norm1, self.c.eps)
-        else:
-            y, h = ops.add_rms_norm(delta, h, self.norm1, self.c.eps)
-        y, h = ops.add_rms_norm(self.attend(y, cos, sin, ops, cache), h, self.norm2, self.c.eps)
+        how = self.c.eps, autocast_of(h)
+        y, h = (ops.rms_norm(h, self.norm1, *how), h) if delta is None else ops.add_rms_norm(delta, h, self.norm1, *how)
+        y, h = ops.add_rms_norm(self.attend(y, cos, sin, ops, cache), h, self.norm2, *how)
         return h, self.mlp(y, ops)
 
 
@@ -179,7 +178,7 @@ class TinyLlama(nn.Module):
         for i, block in enumerate(self.blocks):
             h, delta = block(h, delta, cos, sin, self.ops, cache[i] if cache else None)
         if delta is not None:
-            return self.ops.add_rms_norm(delta, h, self.norm, self.c.eps)[0]
+            return self.ops.add_rms_norm(delta, h, self.norm, self.c.eps, autocast_of(h))[0]
         return self.ops.rms_norm(h, self.norm, self.c.eps)
 
     @torch.no_grad()

@@ -153,9 +153,9 @@ class NPBlock(ResidualBlock, nn.Module):
 
 
 def normed(h, delta, weight, eps: float, ops, narrow: bool):
-    """(the norm of h + delta, h + delta)  narrow: the norm in the dtype of the products, by which their calls are known."""
-    y, h = (ops.rms_norm(h, weight, eps), h) if delta is None else ops.add_rms_norm(delta, h, weight, eps)
-    return y.to(autocast_of(y) or y.dtype) if narrow else y, h
+    """(the norm of h + delta, h + delta)  narrow: the norm in the dtype of the products, all that it goes into."""
+    out = autocast_of(h) if narrow else None
+    return (ops.rms_norm(h, weight, eps, out), h) if delta is None else ops.add_rms_norm(delta, h, weight, eps, out)
 
 
 class MixtureHeads(nn.Module):
