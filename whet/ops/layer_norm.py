@@ -47,8 +47,8 @@ def inputs(
     x = lay(torch.randn(M, N, dtype=dtype, device=device) + 0.5, layout)
     w_type = w_dtype and getattr(torch, w_dtype) or dtype
     w, b = (torch.rand(N, device=device) + 0.5).to(w_type), torch.randn(N, device=device).to(w_type)
-    b = lay(b, w_layout) if bias else None
-    return dict(x=x, w=lay(w, w_layout), b=b, eps=1e-5, out_dtype=dtype_named(out_dtype, dtype))
+    out = dtype_named(out_dtype, dtype)
+    return dict(x=x, w=lay(w, w_layout), b=lay(b, w_layout) if bias else None, eps=1e-5, out_dtype=out)
 
 
 def case_of(x, w, b=None, eps=1e-5, out_dtype=None):
