@@ -12,7 +12,7 @@ import whet.ops
 from whet.aot import pretended
 from whet.op import DTYPES, discover
 from whet.ops.attention.common import Tile
-from whet.ops.attention.launch import HOPPER, table, tiles, tiles_of
+from whet.ops.attention.launch import FUSED_GLUON, HOPPER, fused_tiles, table, tiles, tiles_of
 from whet.verify import evaluate, judge, verify, widen
 
 OP = discover()["attention"]
@@ -79,6 +79,32 @@ def test_a_window_is_tuned_with_smaller_tiles_beside_the_others():
         assert [tiles_of(q, tile)[0].N for tile in more] == [64, 64]
     with pretended("sm_100"):
         assert not any("g" in tile for tile in tiles(q, q, q, causal="top-left", window=32))
+
+
+def test_the_backward_of_five_products_in_gluon_is_offered_on_hopper_where_it_serves():
+    for target, D, dtype, offered in (
+        ("sm_90", 64, "bfloat16", True), ("sm_90", 128, "float16", True), ("sm_90", 129, "bfloat16", False),
+        ("sm_90", 64, "float32", False), ("sm_80", 64, "bfloat16", False), ("sm_100", 64, "bfloat16", False),
+    ):
+        with pretended(target):
+            args = inputs(DTYPES[dtype], "meta", 1, 2, 2, 300, 300, D)
+            assert fused_tiles(**args) == ((FUSED_GLUON,) if offered else ()), (target, D, dtype)
+            assert fused_tiles(**inputs(DTYPES[dtype], "meta", 1, 2, 2, 300, 64, 64)) == (), "one tile of keys"
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("D", [64, 128, 40])
+@pytest.mark.parametrize("case", [*CASES[:9], *CASES[12:], TURNS[0], TURNS[1], TURNS[4]], ids=case_id)
+def test_the_backward_of_five_products_in_gluon_is_right_and_has_the_same_bits_in_five_runs(case, D, device):
+    def run(**args):
+        return whet.ops.attention(**args, impl=f"triton_fused_bwd@{FUSED_GLUON}")
+
+    args = inputs(torch.bfloat16, device, **case, D=D)
+    verdict = verify(OP, replace(OP.impls["triton_fused_bwd"], run=run), args)
+    assert verdict.ok, verdict.why
+    first = evaluate(OP, run, args, grad=True)
+    for _ in range(4):
+        assert_same_bits(first, evaluate(OP, run, args, grad=True))
 
 
 @pytest.mark.gpu
