@@ -159,8 +159,8 @@ def test_ops_example_runs_and_lists_every_op_with_its_impls():
 def test_optimize_example_shows_calls_plans_and_the_choice(planted):
     result = invoke(*example("optimize"))
     assert result.exit_code == 0, result.stderr
-    target, lock, precision, again, seconds, _, against, only = planted[0]
-    assert (target, precision, again, seconds, against, only) == ("tiny-llama:tiny", "float32", False, 0.5, "", [])
+    target, lock, precision, again, seconds, _, *options = planted[0]
+    assert (target, precision, again, seconds, options) == ("tiny-llama:tiny", "float32", False, 0.5, ["", [], 0])
     assert str(lock.path) == "whet.lock"
     assert "stock: 2.00x the plain eager model, every gradient verified. No GPU." in result.stdout
     assert "before: plain eager" in result.stdout and "4,000" in result.stdout and "lock: whet.lock" in result.stdout
@@ -238,13 +238,14 @@ def test_plans_that_were_never_timed_have_a_line_too():
 
 def test_optimize_json_is_a_record_and_options_reach_it(planted):
     options = "--precision bfloat16 --again --seconds 0.1 --lock my.lock --records kept --json --against tiny-llama"
-    result = invoke("optimize", "tiny-llama:tiny", *options.split(), "--only", "torch.compile, choices,stock + CUDA graph")
+    more = ["--max-memory", "2GiB", "--only", "torch.compile, choices,stock + CUDA graph"]
+    result = invoke("optimize", "tiny-llama:tiny", *options.split(), *more)
     made = json.loads(result.stdout)
     assert made["measured"] == RESULT and "tiny-llama:tiny --precision bfloat16" in made["command"]
-    target, lock, *rest, _, against, only = planted[0]
+    target, lock, *rest, _, against, only, most = planted[0]
     assert (target, str(lock.path), rest) == ("tiny-llama:tiny", "my.lock", ["bfloat16", True, 0.1])
-    assert against == "tiny-llama" and only == ["torch.compile", "eager + choices", "eager + CUDA graph"]
-    assert made["command"].endswith("--against tiny-llama --only 'torch.compile, choices,stock + CUDA graph'")
+    assert (against, most) == ("tiny-llama", 2**31) and only == ["torch.compile", "eager + choices", "eager + CUDA graph"]
+    assert made["command"].endswith("--against tiny-llama --only 'torch.compile, choices,stock + CUDA graph' --max-memory 2GiB")
     (path,) = Path("kept").iterdir()
     assert json.loads(path.read_text()) == made
 
