@@ -3,7 +3,7 @@
 `verify` tries one set of arguments, used in one way; `judge` has the rules; `prove` says what is tried of a call.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 
@@ -51,12 +51,14 @@ class Evidence:
 
 def evidence(op: Op, args: dict, use: Use) -> Evidence:
     exact = {k: widen(v) for k, v in args.items()}
-    oracle = evaluate(op, op.reference, exact, use.grad, use=use)
+    eager = evaluate(op, op.reference, args, use.grad, use=use)
+    dtypes = [t.dtype for k, t in eager.items() if k.startswith("output")]
+    oracle = evaluate(op, op.reference, exact, use.grad, use=use, dtypes=dtypes)
     gradients = [v for k, v in oracle.items() if k.startswith("grad ")]
     if gradients and oracle["output 0"].numel() and all(v is None for v in gradients):
         raise Violation("the oracle has no gradient to compare with")
     scores = op.scores(**exact) if op.scores else None
-    return Evidence(oracle, evaluate(op, op.reference, args, use.grad, use=use), scores)
+    return Evidence(oracle, eager, scores)
 
 
 def verify_case(
@@ -157,9 +159,12 @@ def leaf_copies(op: Op, args: dict, grad: bool, wanted: tuple[str, ...] | None =
 
 def evaluate(
     op: Op, run, args: dict, grad: bool, dout_layout: str = "contiguous", use: Use | None = None,
-    between: Callable[[], object] | None = None,
+    between: Callable[[], object] | None = None, dtypes: Sequence[torch.dtype] = (),
 ) -> dict:
-    """{'output 0': y, ..., 'grad x': dx, ...} of one run on leaf copies, with a fixed random upstream gradient."""
+    """{'output 0': y, ..., 'grad x': dx, ...} of one run on leaf copies, with a fixed random upstream gradient.
+
+    dtypes   those of the results that upstream gradients are made for, where they are not this run's own
+    """
     use = use or Use(grad, dout_layout)
     leaves, wanted = leaf_copies(op, args, grad, use.wanted)
     leaves |= {k: own(leaves[k]) for k in op.mutates}
@@ -177,7 +182,9 @@ def evaluate(
             between()
         if grad:
             live = [i for i, o in enumerate(outs) if o.requires_grad and (use.outputs is None or i in use.outputs)]
-            douts = [upstream(outs[i], i, use.layout) if use.given is None else use.given[i].to(outs[i].dtype) for i in live]
+            dtypes = dtypes or [o.dtype for o in outs]
+            made = use.given or {i: upstream(outs[i], i, use.layout, dtypes[i]) for i in live}
+            douts = [made[i].to(outs[i].dtype) for i in live]
             kept = [d.clone() for d in douts]
             sources = [leaves[k] for k in wanted]
             given = [outs[i] for i in live]
@@ -197,11 +204,11 @@ def own(t: torch.Tensor) -> torch.Tensor:
     return t.clone() if shared else torch.empty_strided(t.shape, t.stride(), dtype=t.dtype, device=t.device).copy_(t)
 
 
-def upstream(out: torch.Tensor, i: int, layout: str) -> torch.Tensor:
-    """The same values for every dtype: drawn in fp32, rounded to bf16, so that all dtypes hold them exactly."""
+def upstream(out: torch.Tensor, i: int, layout: str, dtype: torch.dtype | None = None) -> torch.Tensor:
+    """Drawn in fp32 and rounded to the dtype of a result, by default out's: with all its digits, and the same for the oracle."""
     where = out.device if out.numel() > 2**16 else torch.device("cpu")  # large ones on the device, where it takes no time
     generator = torch.Generator(device=where).manual_seed(1234 + i)
-    values = torch.randn(out.shape, generator=generator, device=where).to(out.device).bfloat16().to(out.dtype)
+    values = torch.randn(out.shape, generator=generator, device=where).to(out.device).to(dtype or out.dtype)
     if layout == "unlike":
         layout = "sliced" if i % 2 else "contiguous"
     if out.dim() == 1 and layout in ("sliced", "transposed"):
