@@ -7,7 +7,8 @@ import pytest
 import torch
 from conftest import every_op, first_case, ragged_case, trained
 
-from whet.op import DTYPES, Cost, Impl, Op, as_tuple, discover
+from whet.op import DTYPES, Call, Cost, Impl, Op, as_tuple, discover
+from whet.prove import Proof, prove
 from whet.verify import Use, evaluate, evidence, poisoned_empty, verify, verify_case
 from whet.whole import verify_whole
 
@@ -223,6 +224,26 @@ def test_the_oracle_and_every_layout_get_the_same_upstream_gradient_with_all_dig
     for layout in ("contiguous", "sliced", "transposed", "unlike"):
         found = evidence(same, args, Use(layout=layout))
         assert torch.equal(found.oracle["grad x"], given.double()) and torch.equal(found.eager["grad x"], given)
+
+
+@pytest.mark.parametrize("dtype", DTYPE_NAMES)
+def test_what_is_wrong_under_autocast_alone_is_stopped_by_the_proof(dtype, device):
+    """The weights of a model in mixed precision are float32 there: outside autocast this loses nothing."""
+    def run(x, w, b):
+        return torch.nn.functional.linear(x, w, b * 0 if torch.is_autocast_enabled(x.device.type) else b)
+
+    op, call = discover()["linear_bias"], Call("linear_bias", dict(M=16, K=24, N=32), dtype, True)
+    assert prove(op, "torch", call, device).ok
+    verdict = prove(dataclasses.replace(op, impls={"torch": Impl(run)}), "torch", call, device)
+    assert not verdict.ok and verdict.rule == "autocast" and "output 0" in verdict.why
+
+
+@pytest.mark.parametrize("op", every_op(trained))
+def test_weights_in_float32_under_autocast_are_proved_where_an_op_takes_them_so(op, device):
+    asks = {"activated_linear", "attention", "attention_spans", "gated_linear", "grouped_mlp", "linear", "linear_bias"}
+    args = op.inputs(dtype=torch.bfloat16, device=device, **first_case(op))
+    verdict = Proof(op, "eager", op.call(args), device).autocast()
+    assert (verdict is not None) == (op.name in asks | {"linear_cross_entropy", "mlp"}) and (verdict is None or verdict.ok)
 
 
 @pytest.mark.parametrize("op", NORMS)

@@ -4,13 +4,13 @@
 """
 
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import contextmanager
-from dataclasses import dataclass, field
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass, field, replace
 
 import torch
 
 from whet.judge import GRAD_FACTOR, VALUE_FACTOR, Verdict, compare, judge
-from whet.op import DTYPES, Impl, Op, as_tuple, base, lay
+from whet.op import DTYPES, Impl, Op, as_tuple, base, lay, tensors
 
 __all__ = ["GRAD_FACTOR", "VALUE_FACTOR", "Evidence", "Use", "Verdict", "compare", "evaluate", "judge", "verify", "verify_case"]
 
@@ -29,6 +29,7 @@ class Use:
     outputs   outputs that the loss depends on, by index; None: all
     given     upstream gradients by index of the output, in place of the usual ones
     again     whether gradients are those of a second backward over the same graph
+    autocast  dtype in which products are made, in the forward of a model in mixed precision
     """
 
     grad: bool = True
@@ -37,6 +38,7 @@ class Use:
     outputs: tuple[int, ...] | None = None
     given: Mapping[int, torch.Tensor] | None = None
     again: bool = False
+    autocast: torch.dtype | None = None
 
 
 @dataclass(frozen=True)
@@ -53,7 +55,7 @@ def evidence(op: Op, args: dict, use: Use) -> Evidence:
     exact = {k: widen(v) for k, v in args.items()}
     eager = evaluate(op, op.reference, args, use.grad, use=use)
     dtypes = [t.dtype for k, t in eager.items() if k.startswith("output")]
-    oracle = evaluate(op, op.reference, exact, use.grad, use=use, dtypes=dtypes)
+    oracle = evaluate(op, op.reference, exact, use.grad, use=replace(use, autocast=None), dtypes=dtypes)
     gradients = [v for k, v in oracle.items() if k.startswith("grad ")]
     if gradients and oracle["output 0"].numel() and all(v is None for v in gradients):
         raise Violation("the oracle has no gradient to compare with")
@@ -169,7 +171,8 @@ def evaluate(
     leaves, wanted = leaf_copies(op, args, grad, use.wanted)
     leaves |= {k: own(leaves[k]) for k in op.mutates}
     with torch.inference_mode(False), torch.set_grad_enabled(grad):
-        outs = as_tuple(run(**leaves))
+        with autocast(use.autocast, args):
+            outs = as_tuple(run(**leaves))
         if torch.is_grad_enabled() != grad or torch.is_inference_mode_enabled():
             mode = "inference mode" if torch.is_inference_mode_enabled() else "grad mode"
             raise Violation(f"leaves {mode} changed")
@@ -196,6 +199,11 @@ def evaluate(
                     raise Violation(f"the upstream gradient of output {i} was changed in place")
             named |= {f"grad {k}": g for k, g in zip(wanted, grads)}
     return named
+
+
+def autocast(dtype: torch.dtype | None, args: dict) -> AbstractContextManager:
+    """Within the block products take this dtype, on the arguments' device; None: nothing changes."""
+    return nullcontext() if dtype is None else torch.autocast(tensors(args)[0].device.type, dtype)
 
 
 def own(t: torch.Tensor) -> torch.Tensor:
