@@ -79,7 +79,7 @@ TILES = (
 )
 
 
-def run(x, w, eps=1e-6, tile=""):
+def run(x, w, eps=1e-6, out_dtype=None, tile=""):
     """The reference; a tile misbehaves after it, when the values are right."""
     y = reference(Doubled.apply(x) if tile == "doubled" else x, w, eps)
     if tile in WAYS:

@@ -10,11 +10,11 @@ from whet.op import Impl, Op, discover
 TILES = ("quick", "wrong", "dies")
 
 
-def too_large(x, w, eps=1e-6):
+def too_large(x, w, eps=1e-6, out_dtype=None):
     return f"the scores of {x.shape[0]} rows do not fit" if x.shape[0] > 4 else None
 
 
-def run(x, w, eps=1e-6, tile=""):
+def run(x, w, eps=1e-6, out_dtype=None, tile=""):
     """The reference; each tile has its own way to go on, all but the quick one slow."""
     if tile == "dies" and x.shape[0] > 4:
         raise torch.cuda.OutOfMemoryError("CUDA out of memory. Tried to allocate 1 EiB")

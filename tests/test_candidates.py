@@ -21,12 +21,12 @@ TILES = ("2x2", "4x4")
 X, W = torch.randn(4, 16), torch.ones(16)
 
 
-def tiled(x, w, eps=1e-6, tile="default"):
+def tiled(x, w, eps=1e-6, out_dtype=None, tile="default"):
     """Tells which tile ran, and with which eps."""
     return torch.full_like(x, {"default": 1.0, "2x2": 2.0, "4x4": 4.0}[tile]) + eps
 
 
-def few_rows(x, w, eps=1e-6):
+def few_rows(x, w, eps=1e-6, out_dtype=None):
     """Not traceable, as a look at the machine is not."""
     assert x.device.type == "meta"
     torch._dynamo.graph_break()
@@ -144,8 +144,8 @@ def test_auto_implies_nothing(way, planted):
 def test_where_stock_and_eager_refuse_auto_takes_the_simplest_that_does_not(way, monkeypatch):
     torch._dynamo.reset()
     for name in ("eager", "torch"):
-        monkeypatch.setitem(OP.impls, name, Impl(tiled, lambda x, w, eps: "the scores do not fit"))
-    monkeypatch.setitem(OP.impls, "compile", Impl(lambda x, w, eps: x * 0 + 7))
+        monkeypatch.setitem(OP.impls, name, Impl(tiled, lambda x, w, eps, out_dtype: "the scores do not fit"))
+    monkeypatch.setitem(OP.impls, "compile", Impl(lambda x, w, eps, out_dtype: x * 0 + 7))
     run = way(lambda x, w: whet.ops.rms_norm(x, w))
     monkeypatch.setattr(choices_module, "_active", [Choices()])
     assert run(X, W)[0, 0] == 7
@@ -153,14 +153,14 @@ def test_where_stock_and_eager_refuse_auto_takes_the_simplest_that_does_not(way,
 
 def test_where_every_impl_refuses_auto_says_what_each_said(monkeypatch):
     for name in OP.impls:
-        monkeypatch.setitem(OP.impls, name, Impl(tiled, lambda x, w, eps: "the scores do not fit"))
+        monkeypatch.setitem(OP.impls, name, Impl(tiled, lambda x, w, eps, out_dtype: "the scores do not fit"))
     reasons = r"rms_norm\[auto\]: no impl takes these arguments \(eager: the scores do not fit; torch: "
     with pytest.raises(ValueError, match=reasons):
         Choices().rms_norm(X, W)
 
 
 def test_a_call_in_another_layout_is_looked_up_anew(monkeypatch):
-    def contiguous_only(x, w, eps):
+    def contiguous_only(x, w, eps, out_dtype):
         return None if x.is_contiguous() else "x must be contiguous"
 
     monkeypatch.setitem(OP.impls, "torch", Impl(tiled, contiguous_only))
@@ -238,7 +238,7 @@ def test_what_a_kernel_refuses_is_asked_once_for_a_call(op, device, monkeypatch)
 def test_where_choices_give_way_no_impl_is_asked_twice(monkeypatch):
     asked = []
     for name in OP.impls:
-        refuses = lambda x, w, eps, name=name: asked.append(name) or "no"  # noqa: E731
+        refuses = lambda x, w, eps, out_dtype, name=name: asked.append(name) or "no"  # noqa: E731
         monkeypatch.setitem(OP.impls, name, Impl(tiled, refuses, tiles=few_rows))
     with pytest.raises(ValueError, match="no impl takes these arguments"):
         Choices({call().key: "torch@2x2"}).rms_norm(X, W)

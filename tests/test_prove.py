@@ -7,6 +7,7 @@ import sys
 import pytest
 import torch
 from conftest import every_op, without
+from test_verify import CoarseUpstream
 
 from whet import interpret, judge, parts, proofs, prove, values, whole
 from whet.lock import Lock
@@ -19,10 +20,14 @@ from whet.verify import Evidence, Use, Violation, evaluate, evidence, verify
 CALL = Call("rms_norm", dict(M=32, N=256), "bfloat16", True)
 
 
+def without_dtype(run):
+    return lambda out_dtype=None, **args: run(**args)
+
+
 def offered(run, call: Call = CALL, impl: str = "torch", **facts) -> judge.Verdict:
     """The verdict on a function in place of an op's impl."""
     op = discover()[call.op]
-    changed = dataclasses.replace(op, impls={impl: Impl(run, **facts)})
+    changed = dataclasses.replace(op, impls={impl: Impl(without_dtype(run), **facts)})
     return prove.prove(changed, impl, call, "cpu")
 
 
@@ -144,6 +149,7 @@ WRONG = {
     "dw wrong where x is frozen": with_gradient(lambda dx, dw, dy, x, w, needs: (dx, dw if needs[0] else dw * 2)),
     "dx wrong where w is frozen": with_gradient(lambda dx, dw, dy, x, w, needs: (dx if needs[1] else dx * 2, dw)),
     "strides of the upstream gradient assumed": with_gradient(wrong_strides),
+    "an upstream gradient rounded to bfloat16": lambda x, w, eps=1e-6: CoarseUpstream.apply(rms_norm(x, w, eps)),
     "dw without the last row": with_gradient(last_row_missing),
     "NaN in one row reaches all": lambda x, w, eps=1e-6: rms_norm(x, w, eps) + 0 * x.sum(),
     "inputs remembered by their address": stale(),
@@ -190,7 +196,7 @@ def test_slopes_pass_results_that_were_rounded_twice(dtype):
 
 def test_gradients_are_demanded_of_the_oracle():
     op = discover()["rms_norm"]
-    cut = dataclasses.replace(op, reference=lambda x, w, eps=1e-6: op.reference(x, w, eps).detach())
+    cut = dataclasses.replace(op, reference=lambda x, w, eps=1e-6, out_dtype=None: op.reference(x, w, eps).detach())
     with pytest.raises(Violation):
         evidence(cut, op.inputs(dtype=torch.float32, device="cpu", M=4, N=32), Use())
 
@@ -216,7 +222,7 @@ def test_wrong_on_a_later_call_is_seen_after_timing(monkeypatch):
         calls[0] += 1
         return rms_norm(x, w, eps, scale=1.0 if calls[0] < 50 else 2.0)
 
-    changed = dataclasses.replace(op, impls={"torch": Impl(run)})
+    changed = dataclasses.replace(op, impls={"torch": Impl(without_dtype(run))})
     assert wrong_now(changed, ["torch"], CALL, "cpu") == {}
     calls[0] = 100
     assert "torch" in wrong_now(changed, ["torch"], CALL, "cpu")

@@ -1,13 +1,16 @@
 """The verifier must reject wrong kernels. Each mutant is a bug someone has shipped."""
 
+import dataclasses
 import sys
 
 import pytest
 import torch
 from conftest import every_op, first_case, ragged_case, trained
 
-from whet.op import DTYPES, Cost, Impl, Op, as_tuple, discover
-from whet.verify import evaluate, poisoned_empty, verify, verify_case
+from whet.op import DTYPES, Call, Cost, Impl, Op, as_tuple, discover
+from whet.prove import Proof, prove
+from whet.verify import Use, evaluate, evidence, poisoned_empty, verify, verify_case
+from whet.whole import verify_whole
 
 NORMS = [pytest.param(op, id=op.name) for name, op in discover().items() if name.endswith(("rms_norm", "layer_norm"))]
 CASE = dict(M=7, N=100)
@@ -25,6 +28,18 @@ class Scaled(torch.autograd.Function):
     @staticmethod
     def backward(ctx, dy):
         return dy * ctx.factor, None
+
+
+class CoarseUpstream(torch.autograd.Function):
+    """y as it is, whose upstream gradient is rounded to bfloat16."""
+
+    @staticmethod
+    def forward(ctx, y):
+        return y.clone()
+
+    @staticmethod
+    def backward(ctx, dy):
+        return dy.bfloat16().to(dy.dtype)
 
 
 def first(change):
@@ -184,6 +199,51 @@ def test_budget_follows_the_dtype(op, device):
     rounded = changed(op, lambda outs, args: tuple(o.bfloat16().to(o.dtype) for o in outs))
     assert verify(op, rounded, op.inputs(dtype=torch.bfloat16, device=device, **CASE)).ok
     assert not verify(op, rounded, op.inputs(dtype=torch.float32, device=device, **CASE)).ok
+
+
+@pytest.mark.parametrize("op", every_op(trained))
+def test_verifier_rejects_upstream_gradients_in_bfloat16_where_results_are_float32(op, device):
+    """All digits of each are looked at. What is bfloat16 itself has no more of them."""
+    rounded = changed(op, lambda outs, args: tuple(CoarseUpstream.apply(o) if o.requires_grad else o for o in outs))
+    args = op.inputs(dtype=torch.float32, device=device, **first_case(op))
+    verdict = verify(op, rounded, args)
+    assert not verdict.ok and "grad" in verdict.why
+    if op.pieces is not None:
+        assert not verify_whole(op, rounded, args, True).ok and verify_whole(op, op.impls["eager"], args, True).ok
+    args = op.inputs(dtype=torch.bfloat16, device=device, **first_case(op))
+    assert any(o.dtype == torch.float32 for o in as_tuple(op.reference(**args))) or verify(op, rounded, args).ok
+
+
+@pytest.mark.parametrize("dtype", DTYPE_NAMES)
+def test_the_oracle_and_every_layout_get_the_same_upstream_gradient_with_all_digits(dtype, device):
+    op = discover()["gelu"]
+    same = dataclasses.replace(op, reference=lambda x, approximate="none": x * 1)  # its gradient is what comes in
+    args = op.inputs(dtype=DTYPES[dtype], device=device, M=64, N=100)
+    given = evaluate(same, same.reference, args, True)["grad x"]
+    assert (given != given.bfloat16()).any() == (dtype != "bfloat16")
+    for layout in ("contiguous", "sliced", "transposed", "unlike"):
+        found = evidence(same, args, Use(layout=layout))
+        assert torch.equal(found.oracle["grad x"], given.double()) and torch.equal(found.eager["grad x"], given)
+
+
+@pytest.mark.parametrize("dtype", DTYPE_NAMES)
+def test_what_is_wrong_under_autocast_alone_is_stopped_by_the_proof(dtype, device):
+    """The weights of a model in mixed precision are float32 there: outside autocast this loses nothing."""
+    def run(x, w, b):
+        return torch.nn.functional.linear(x, w, b * 0 if torch.is_autocast_enabled(x.device.type) else b)
+
+    op, call = discover()["linear_bias"], Call("linear_bias", dict(M=16, K=24, N=32), dtype, True)
+    assert prove(op, "torch", call, device).ok
+    verdict = prove(dataclasses.replace(op, impls={"torch": Impl(run)}), "torch", call, device)
+    assert not verdict.ok and verdict.rule == "autocast" and "output 0" in verdict.why
+
+
+@pytest.mark.parametrize("op", every_op(trained))
+def test_weights_in_float32_under_autocast_are_proved_where_an_op_takes_them_so(op, device):
+    asks = {"activated_linear", "attention", "attention_spans", "gated_linear", "grouped_mlp", "linear", "linear_bias"}
+    args = op.inputs(dtype=torch.bfloat16, device=device, **first_case(op))
+    verdict = Proof(op, "eager", op.call(args), device).autocast()
+    assert (verdict is not None) == (op.name in asks | {"linear_cross_entropy", "mlp"}) and (verdict is None or verdict.ok)
 
 
 @pytest.mark.parametrize("op", NORMS)

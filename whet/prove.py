@@ -3,6 +3,7 @@
 values       the call as it was met, and its float32 twin: the same sizes and layout where errors of a millionth show
 families     hostile values from the op's contract: small, large, outliers, ties, negative weights, a row of NaN
 use          each argument frozen, each output alone, upstream gradients of other layouts, arguments of unlike strides
+autocast     the call as a model in mixed precision makes it, where the op takes weights in float32 beside 16 bits there
 sizes        the neighbours of a size that was rounded up to a bucket
 repeat       the same call after all of that, and with its inputs overwritten: the same bits, the new values
 whole size   where the oracle of the whole call does not fit: sampled parts of it
@@ -22,7 +23,7 @@ from whet.figures import error_line
 from whet.judge import Verdict, usual_errors
 from whet.op import DTYPES, Call, Op, Rank, base, lay, nbytes, tensors
 from whet.values import EXACT, OVERFLOWING, POISONED, UNDEFINED, Option
-from whet.verify import Evidence, Use, Violation, evaluate, evidence, leaf_copies, unchanged, verify
+from whet.verify import Evidence, Use, Violation, autocast, evaluate, evidence, leaf_copies, unchanged, verify
 from whet.whole import verify_whole
 
 FEW, FEW_INTERPRETED = 2**21, 2**14  # elements of the arguments on which hostile values and uses are tried
@@ -176,6 +177,8 @@ class Proof:
             if dtype and not (dtype == "float16" == twin):  # float16 has a range of its own, which is not the call's
                 yield from self.families(dtype, "" if dtype == self.call.dtype else f", {dtype}")
         yield from self.uses()
+        if not (self.tile or self.compiled or self.call.dtype == "float64"):
+            yield "autocast", self.autocast
         yield from self.sizes(twin)
         yield "repeat", self.repeat
         if self.case != tuple(self.call.case.items()):
@@ -217,6 +220,21 @@ class Proof:
             yield "upstream gradients unlike", partial(self.verify, made, replace(usual, layout="unlike"), like=usual)
         for i in range(outs if outs > 1 else 0):
             yield f"output {i} alone", partial(self.verify, made, replace(usual, outputs=(i,)))
+
+    def autocast(self) -> Verdict | None:
+        """The call under autocast, in float32 what the op takes so there alone. One in float32 is all in float32."""
+        name = "bfloat16" if self.call.dtype == "float32" else self.call.dtype
+        low, wide = (self.inputs(TrialInputs(self.small, dtype)) or {} for dtype in (name, "float32"))
+        use, given = Use(self.call.grad, autocast=DTYPES[name]), [k for k in self.op.grads[1:] if low[k] is not None]
+        apart = [k for k in given if self.op.check(**low | {k: wide[k]})]
+        with autocast(use.autocast, low):
+            mixed = {k: wide[k] for k in apart if not self.op.check(**low | {k: wide[k]})}
+            args = wide if self.call.dtype == "float32" else low | mixed
+            refused = self.op.misfits(base(self.name), leaf_copies(self.op, args, use.grad)[0])
+        if refused or not mixed:
+            return None
+        step = torch.finfo(DTYPES[name]).eps
+        return verify(self.op, self.impl, args, use=use, step=step, slack=further(name))
 
     def sizes(self, twin: str | None) -> Iterator[Trial]:
         few = self.tile or self.compiled

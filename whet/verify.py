@@ -3,14 +3,14 @@
 `verify` tries one set of arguments, used in one way; `judge` has the rules; `prove` says what is tried of a call.
 """
 
-from collections.abc import Callable, Mapping
-from contextlib import contextmanager
-from dataclasses import dataclass, field
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass, field, replace
 
 import torch
 
 from whet.judge import GRAD_FACTOR, VALUE_FACTOR, Verdict, compare, judge
-from whet.op import DTYPES, Impl, Op, as_tuple, base, lay
+from whet.op import DTYPES, Impl, Op, as_tuple, base, lay, tensors
 
 __all__ = ["GRAD_FACTOR", "VALUE_FACTOR", "Evidence", "Use", "Verdict", "compare", "evaluate", "judge", "verify", "verify_case"]
 
@@ -29,6 +29,7 @@ class Use:
     outputs   outputs that the loss depends on, by index; None: all
     given     upstream gradients by index of the output, in place of the usual ones
     again     whether gradients are those of a second backward over the same graph
+    autocast  dtype in which products are made, in the forward of a model in mixed precision
     """
 
     grad: bool = True
@@ -37,6 +38,7 @@ class Use:
     outputs: tuple[int, ...] | None = None
     given: Mapping[int, torch.Tensor] | None = None
     again: bool = False
+    autocast: torch.dtype | None = None
 
 
 @dataclass(frozen=True)
@@ -51,12 +53,14 @@ class Evidence:
 
 def evidence(op: Op, args: dict, use: Use) -> Evidence:
     exact = {k: widen(v) for k, v in args.items()}
-    oracle = evaluate(op, op.reference, exact, use.grad, use=use)
+    eager = evaluate(op, op.reference, args, use.grad, use=use)
+    dtypes = [t.dtype for k, t in eager.items() if k.startswith("output")]
+    oracle = evaluate(op, op.reference, exact, use.grad, use=replace(use, autocast=None), dtypes=dtypes)
     gradients = [v for k, v in oracle.items() if k.startswith("grad ")]
     if gradients and oracle["output 0"].numel() and all(v is None for v in gradients):
         raise Violation("the oracle has no gradient to compare with")
     scores = op.scores(**exact) if op.scores else None
-    return Evidence(oracle, evaluate(op, op.reference, args, use.grad, use=use), scores)
+    return Evidence(oracle, eager, scores)
 
 
 def verify_case(
@@ -157,14 +161,18 @@ def leaf_copies(op: Op, args: dict, grad: bool, wanted: tuple[str, ...] | None =
 
 def evaluate(
     op: Op, run, args: dict, grad: bool, dout_layout: str = "contiguous", use: Use | None = None,
-    between: Callable[[], object] | None = None,
+    between: Callable[[], object] | None = None, dtypes: Sequence[torch.dtype] = (),
 ) -> dict:
-    """{'output 0': y, ..., 'grad x': dx, ...} of one run on leaf copies, with a fixed random upstream gradient."""
+    """{'output 0': y, ..., 'grad x': dx, ...} of one run on leaf copies, with a fixed random upstream gradient.
+
+    dtypes   those of the results that upstream gradients are made for, where they are not this run's own
+    """
     use = use or Use(grad, dout_layout)
     leaves, wanted = leaf_copies(op, args, grad, use.wanted)
     leaves |= {k: own(leaves[k]) for k in op.mutates}
     with torch.inference_mode(False), torch.set_grad_enabled(grad):
-        outs = as_tuple(run(**leaves))
+        with autocast(use.autocast, args):
+            outs = as_tuple(run(**leaves))
         if torch.is_grad_enabled() != grad or torch.is_inference_mode_enabled():
             mode = "inference mode" if torch.is_inference_mode_enabled() else "grad mode"
             raise Violation(f"leaves {mode} changed")
@@ -177,7 +185,9 @@ def evaluate(
             between()
         if grad:
             live = [i for i, o in enumerate(outs) if o.requires_grad and (use.outputs is None or i in use.outputs)]
-            douts = [upstream(outs[i], i, use.layout) if use.given is None else use.given[i].to(outs[i].dtype) for i in live]
+            dtypes = dtypes or [o.dtype for o in outs]
+            made = use.given or {i: upstream(outs[i], i, use.layout, dtypes[i]) for i in live}
+            douts = [made[i].to(outs[i].dtype) for i in live]
             kept = [d.clone() for d in douts]
             sources = [leaves[k] for k in wanted]
             given = [outs[i] for i in live]
@@ -191,17 +201,22 @@ def evaluate(
     return named
 
 
+def autocast(dtype: torch.dtype | None, args: dict) -> AbstractContextManager:
+    """Within the block products take this dtype, on the arguments' device; None: nothing changes."""
+    return nullcontext() if dtype is None else torch.autocast(tensors(args)[0].device.type, dtype)
+
+
 def own(t: torch.Tensor) -> torch.Tensor:
     """A copy to be changed in place, of the same strides unless elements share memory."""
     shared = any(s == 0 and n > 1 for s, n in zip(t.stride(), t.shape))
     return t.clone() if shared else torch.empty_strided(t.shape, t.stride(), dtype=t.dtype, device=t.device).copy_(t)
 
 
-def upstream(out: torch.Tensor, i: int, layout: str) -> torch.Tensor:
-    """The same values for every dtype: drawn in fp32, rounded to bf16, so that all dtypes hold them exactly."""
+def upstream(out: torch.Tensor, i: int, layout: str, dtype: torch.dtype | None = None) -> torch.Tensor:
+    """Drawn in fp32 and rounded to the dtype of a result, by default out's: with all its digits, and the same for the oracle."""
     where = out.device if out.numel() > 2**16 else torch.device("cpu")  # large ones on the device, where it takes no time
     generator = torch.Generator(device=where).manual_seed(1234 + i)
-    values = torch.randn(out.shape, generator=generator, device=where).to(out.device).bfloat16().to(out.dtype)
+    values = torch.randn(out.shape, generator=generator, device=where).to(out.device).to(dtype or out.dtype)
     if layout == "unlike":
         layout = "sliced" if i % 2 else "contiguous"
     if out.dim() == 1 and layout in ("sliced", "transposed"):
