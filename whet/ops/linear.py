@@ -15,7 +15,7 @@ from whet.ops._products import floored
 from whet.ops._rows import unit_rows
 from whet.parts import row_pieces
 from whet.torch_ops import Fused, may_ask
-from whet.values import families
+from whet.values import balanced_columns, families
 
 
 def reference(x, w):
@@ -136,6 +136,6 @@ OP = Op(
     },
     dynamic=("M",),
     tiny=dict(M=16, K=32, N=100),
-    hostile=families(("x",), ("w",), limit=2.0**8),
+    hostile=families(("x",), ("w",), limit=2.0**8, balanced_columns=balanced_columns("x", "w")),
     pieces=row_pieces("x", added=("w",)),
 )
