@@ -60,15 +60,25 @@ def test_the_gradient_of_a_value_that_every_query_hardly_weighs_is_as_near_as_ea
     assert error <= 3 * (usual + torch.finfo(torch.float32).eps * size)
 
 
-def test_more_heads_than_a_grid_has_rows_are_split(monkeypatch):
+@pytest.mark.parametrize("heads, length", [(70000, 33), (1, 1 << 22)])
+def test_more_heads_and_more_rows_than_a_grid_has_rows_are_split(monkeypatch, heads, length):
     class Unlaunched:
         def __getitem__(self, grid):
             return lambda *args, **options: grids.append(grid)
 
     grids: list[tuple] = []
     monkeypatch.setattr(halves, "launcher", lambda kernel: Unlaunched())
-    halves.split(torch.empty(70000, 1, 33, 16, device="meta"), torch.empty(70000, dtype=torch.int32, device="meta"))
+    halves.split(torch.empty(heads, 1, length, 16, device="meta"), torch.empty(heads, dtype=torch.int32, device="meta"))
     assert grids and all(max(grid[1:], default=1) < 1 << 16 for grid in grids)
+
+
+def test_the_peak_of_a_long_head_may_be_in_its_last_row():
+    length = halves.ROWS * halves.PARTS + 1
+    x, peak = torch.zeros(1, 2, length, 16, device=DEVICE), torch.zeros(2, dtype=torch.int32, device=DEVICE)
+    x[0, 1, -1, 3] = -5.0
+    split = halves.split(x, peak)
+    assert peak.view(torch.float32).tolist() == [0.0, 5.0]
+    assert split[0, 1, -1, 3] == -5.0 / 4.0 * 2**14 and split.count_nonzero() == 1
 
 
 def test_what_is_kept_is_as_large_as_what_was_given():

@@ -78,6 +78,51 @@ def test_rows_and_columns_of_any_magnitude_keep_their_own_accuracy(which):
     assert_near(*given)
 
 
+@pytest.mark.parametrize("least", [0, -17, -24])
+def test_values_of_one_row_keep_their_digits_down_to_2_to_the_minus_17_of_its_largest_and_lose_one_a_power_below(least):
+    """Columns of x that w weighs the other way: each counts alike in y, and in float32 none would lose a digit."""
+    x, w, dy = made()
+    by = torch.linspace(0, least, x.shape[1], device=DEVICE).round().exp2()
+    x, w = x.sign() * (1 + torch.rand_like(x)) * by, w / by
+    (y, _, dw), (want, _, want_dw) = stepped(ours, x, w, dy), stepped(F.linear, x.double(), w.double(), dy.double())
+    unit = 2.0**-21 if least >= -17 else 2.0 ** (-39 - least)
+    size, size_dw = x.double().abs() @ w.double().abs().t(), dy.double().abs().t() @ x.double().abs()
+    assert ((y - want).abs() <= unit * size).all() and ((dw - want_dw).abs() <= unit * size_dw).all()
+
+
+@pytest.mark.parametrize("columns", [True, False])
+def test_a_peak_may_be_the_last_of_a_long_row_or_column(columns, monkeypatch):
+    monkeypatch.setattr(machine, "sm_count", lambda: 1)  # few programs, each of several turns
+    t, ones = torch.ones((600, 3) if columns else (3, 8300), device=DEVICE), torch.ones(600, device=DEVICE)
+    t[-1, -1] = -1e9
+    halves = _halves.split_columns(t, ones) if columns else _halves.split_rows(t)
+    assert halves.scale.tolist() == [1.0, 1.0, 2.0**29]
+    hi, lo = halves.values.double()
+    scale = halves.scale.double()[None, :] if columns else halves.scale.double()[:, None]
+    back = (hi + lo)[:, : t.shape[1]] * scale * 2.0**-14
+    assert ((back - t).abs() <= 2.0**-22 * t.abs() + 2.0**-39 * scale).all()
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf")])
+def test_what_is_no_number_in_w_or_the_upstream_gradient_stays_where_it_is_summed(value):
+    x, w, dy = made()
+    w[5, 9], dy[4, 7] = 0.0, 0.0
+    clean = stepped(ours, x, w, dy)
+    bad_w, bad_dy = w.clone(), dy.clone()
+    bad_w[5, 9], bad_dy[4, 7] = value, value
+    y, dx, _ = stepped(ours, x, bad_w, dy)
+    assert bad_parts(y, clean[0]) == (set(range(70)), {5}) and bad_parts(dx, clean[1]) == (set(range(70)), {9})
+    _, dx, dw = stepped(ours, x, w, bad_dy)
+    assert bad_parts(dx, clean[1]) == ({4}, set(range(200))) and bad_parts(dw, clean[2]) == ({7}, set(range(200)))
+
+
+def bad_parts(got, clean):
+    """Rows and columns with other bits than a clean run's; each of these elements must be no number."""
+    other = got != clean
+    assert torch.equal(other, ~torch.isfinite(got))
+    return tuple({*other.any(axis).nonzero().flatten().tolist()} for axis in (1, 0))
+
+
 def test_zero_rows_and_columns_give_zeros():
     x, w, dy = made()
     x[3], w[5], dy[:, 7] = 0.0, 0.0, 0.0

@@ -1,5 +1,8 @@
 """Linear layers in float32: where they are looked for, that the op serves them, and what is left as it was."""
 
+from importlib import import_module
+from importlib.util import find_spec
+
 import pytest
 import torch
 from swapping import FAMILIES, GPT, built
@@ -7,12 +10,15 @@ from test_swap_biases import TRITON, stepped
 from test_swap_families import tokens
 from torch import nn
 
+import whet
+from whet import machine
 from whet.choices import Choices, Recorder
 from whet.ops import _products
 from whet.swap import Journal, float32_linear, gated_mlp
 from whet.swap._optimize import together
 from whet.swap._proof import cast, prove
 from whet.swap._replace import as_call, recognise
+from whet.workload import matmul_precision
 
 KIND = "float32_linear"
 
@@ -113,3 +119,55 @@ def test_nothing_is_looked_for_without_a_gpu_in_16_bits_or_where_tf32_is_allowed
     assert not _products.by_halves(weight), "a consumer's GPU"
     weight.dtype, here.capability = torch.bfloat16, (9, 0)
     assert not _products.by_halves(weight)
+
+
+def test_where_tf32_is_allowed_later_a_layer_runs_as_it_was_also_compiled():
+    layer, recorder = nn.Linear(64, 64), Recorder()
+    Journal().make(float32_linear.edits_with(4)(layer, recorder))
+    torch.set_float32_matmul_precision("high")
+    try:
+        layer(torch.randn(8, 64))
+        assert not recorder.calls
+    finally:
+        torch.set_float32_matmul_precision("highest")
+    layer(torch.randn(8, 64))
+    assert len(recorder.calls) == 1
+
+    compiled = torch.compile(lambda x: x if machine.float32_precision() == "highest" else -x, backend="eager", fullgraph=True)
+    one = torch.ones(1)
+    try:
+        for precision, sign in (("highest", 1), ("high", -1), ("highest", 1)):
+            torch.set_float32_matmul_precision(precision)
+            assert compiled(one) == sign
+    finally:
+        torch.set_float32_matmul_precision("highest")
+
+
+def test_a_layer_may_be_called_by_keyword():
+    x, made = torch.randn(8, 64), [(nn.Linear(64, 64), "input")]
+    if find_spec("transformers"):
+        made.append((import_module("transformers.pytorch_utils").Conv1D(64, 64), "x"))
+    for layer, name in made:
+        want, recorder = layer(x), Recorder()
+        Journal().make(float32_linear.edits_with(4)(layer, recorder))
+        torch.testing.assert_close(layer(**{name: x}), want)
+        assert len(recorder.calls) == 1
+
+
+@pytest.mark.parametrize("name, value", [("cuda", "tf32"), ("mkldnn", "bf16")])
+def test_a_precision_set_by_torchs_newer_names_is_read_kept_and_put_back(name, value):
+    matmul = getattr(torch.backends, name).matmul
+    before = matmul.fp32_precision
+    matmul.fp32_precision = value
+    try:
+        with pytest.raises(RuntimeError, match="mix of the legacy and new"):
+            torch.get_float32_matmul_precision()
+        set_here = machine.float32_precision()
+        assert f"{name}={value}" in set_here
+        whet.optimize(nn.Sequential(nn.Linear(8, 8)), torch.randn(4, 8))
+        with matmul_precision("highest"):
+            assert machine.float32_precision() == "highest" and matmul.fp32_precision != value
+        assert machine.float32_precision() == set_here and matmul.fp32_precision == value
+    finally:
+        matmul.fp32_precision = before
+        torch.set_float32_matmul_precision("highest")

@@ -14,6 +14,8 @@ import torch
 
 DEFAULT_SMS = 132  # what launchers size persistent grids for when they are compiled ahead of time, with no GPU to ask
 
+FP32_BACKENDS = ("cuda", "mkldnn")  # whose products torch.set_float32_matmul_precision is about
+
 
 @dataclass(frozen=True)
 class Machine:
@@ -49,6 +51,25 @@ def version(package: str) -> str | None:
 
 def has(package: str) -> bool:
     return importlib.util.find_spec(package) is not None
+
+
+def float32_precision() -> str:
+    """torch.get_float32_matmul_precision(), or what torch's newer names say where it cannot: "cuda=tf32 mkldnn=none"."""
+    try:
+        return torch.get_float32_matmul_precision()
+    except RuntimeError:  # raised once a backend's fp32_precision was set to another than the older name's
+        return " ".join(f"{backend}={getattr(torch.backends, backend).matmul.fp32_precision}" for backend in FP32_BACKENDS)
+
+
+float32_precision._dynamo_marked_constant = True  # type: ignore[attr-defined]  # a graph is guarded by what it reads
+
+
+def set_float32_precision(precision: str) -> None:
+    """As torch.set_float32_matmul_precision, also of what only the newer names say."""
+    newer = dict(part.split("=") for part in precision.split() if "=" in part)
+    torch.set_float32_matmul_precision("highest" if newer else precision)
+    for backend, value in newer.items():
+        getattr(torch.backends, backend).matmul.fp32_precision = value
 
 
 def triton_mode() -> str:

@@ -11,6 +11,7 @@ from torch.utils._pytree import tree_flatten, tree_map_only
 
 from whet.diagnose.target import as_inputs
 from whet.figures import error_line
+from whet.machine import float32_precision
 from whet.plan import Plan
 from whet.step_plans import (
     AS_IT_IS,
@@ -183,7 +184,7 @@ class CompiledStep:
         )
         kind = self.params[0].device.type if self.params else "cpu"
         autocast = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else None
-        return str(spec), facts, autocast, torch.get_float32_matmul_precision()
+        return str(spec), facts, autocast, float32_precision()
 
     def _facts(self) -> Hashable:
         """What a captured graph has fixed: where parameters lie, which are trained, modes, and the optimizer's constants."""

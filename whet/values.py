@@ -86,6 +86,16 @@ def signs(w: torch.Tensor) -> torch.Tensor:
     return y
 
 
+def balanced_columns(x: str, w: str) -> Family:
+    """Columns of x up to 2^8 times as large or as small, and those of w the other way: all weigh alike in x @ w.T."""
+
+    def family(args: dict) -> dict | None:
+        by = torch.exp2(torch.linspace(-8, 8, args[x].shape[-1], device=args[x].device).round())
+        return args | {name: relaid(args[name], args[name] * side) for name, side in ((x, by), (w, 1 / by))}
+
+    return family
+
+
 def poisoned(value: float) -> Callable[[torch.Tensor], torch.Tensor | None]:
     """One row of a value that is no number, and others to leave alone. An only row of NaN: it must be seen."""
 

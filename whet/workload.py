@@ -19,6 +19,7 @@ from torch import nn
 
 from whet.choices import Choices, Recorder
 from whet.graphs import Graph
+from whet.machine import float32_precision, set_float32_precision
 from whet.op import Call
 
 ROUNDING = {"float32": None, "tf32": 2.0**-10, "bfloat16": torch.finfo(torch.bfloat16).eps}  # of a product's operands
@@ -51,12 +52,12 @@ class NoLoss(ValueError):
 @contextlib.contextmanager
 def matmul_precision(value: str) -> Iterator[None]:
     """float32 products with all 24 bits ("highest") or as TF32 ("high")."""
-    before = torch.get_float32_matmul_precision()
+    before = float32_precision()
     torch.set_float32_matmul_precision(value)
     try:
         yield
     finally:
-        torch.set_float32_matmul_precision(before)
+        set_float32_precision(before)
 
 
 @contextlib.contextmanager
@@ -265,5 +266,5 @@ def watched_dtypes(model: nn.Module) -> Iterator[set[torch.dtype]]:
 def coarsest_rounding(dtypes: Iterable[torch.dtype]) -> float | None:
     """The largest rounding step of these, and of products as the process is set; None where that is float32's."""
     steps = [torch.finfo(d).eps for d in dtypes if d.is_floating_point and d.itemsize < 4]
-    steps += [2.0**-10] if torch.get_float32_matmul_precision() != "highest" else []
+    steps += [2.0**-10] if float32_precision() != "highest" else []
     return max(steps, default=None)

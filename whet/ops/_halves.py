@@ -1,8 +1,9 @@
 """float32 matrices as pairs of float16, and products of them on tensor cores that are as near as float32's own.
 
 A value is scaled by a power of two and split: hi is what float16 holds of it, lo what float16 holds of the rest, 22 bits in
-all. Three products, hi * hi, hi * lo and lo * hi, leave out lo * lo alone, a share of 2^-24 at most. Tensor cores drop the
-bits that an addition shifts out, so a sum of a few dozen products is all that they add up; these sums are added in float32.
+all; of values below 2^-17 of the largest that has their scale, 2^-39 of that one is left out. Three products, hi * hi, hi * lo
+and lo * hi, leave out lo * lo alone, a share of 2^-24 at most. Tensor cores drop the bits that an addition shifts out, so a sum
+of a few dozen products is all that they add up; these sums are added in float32.
 
 A scale must not vary along what a product sums over. So a split has one scale for each row, or for each column, and whoever
 sums along a scaled axis gives the other operand that axis's scales as factors: powers of two, which round nothing.

@@ -6,20 +6,13 @@ import torch
 import torch.nn.functional as F
 
 from whet import machine
+from whet.machine import float32_precision
 from whet.op import Cost
 from whet.ops import _halves
 from whet.ops._rows import unit_rows
 
 # Their tensor cores sum float16 in float32 at twice the rate of their float32 alone: three such products take longer than one.
 CONSUMER = ((8, 6), (8, 7), (8, 9), (12, 0), (12, 1))
-
-
-def float32_precision() -> str:
-    """torch.get_float32_matmul_precision(), or "chosen" where it was set by torch's newer names, which that does not read."""
-    try:
-        return torch.get_float32_matmul_precision()
-    except RuntimeError:
-        return "chosen"
 
 
 def made_for_halves() -> bool:

@@ -1,8 +1,9 @@
 """linear: a float32 linear layer without a bias, its products by tensor cores to float32's own accuracy.
 
 An H200 multiplies float32 at a fifteenth of the rate at which its tensor cores multiply float16. Here every operand is a pair
-of float16, and a product three of theirs (see `_halves`). A pair holds 22 of float32's 24 bits, and what that costs is less
-than what float32 itself loses where it adds up K products. It is no TF32, which keeps 11. Opaque to torch.compile.
+of float16, and a product three of theirs (see `_halves`). A pair holds 22 of float32's 24 bits: from a K of about 100 that
+costs less than float32 loses as it rounds K sums, of few products more. A value under 2^-17 of its row's largest holds fewer.
+It is no TF32, which keeps 11. Opaque to torch.compile.
 """
 
 import torch
@@ -15,7 +16,7 @@ from whet.ops._products import floored
 from whet.ops._rows import unit_rows
 from whet.parts import row_pieces
 from whet.torch_ops import Fused, may_ask
-from whet.values import families
+from whet.values import balanced_columns, families
 
 
 def reference(x, w):
@@ -136,6 +137,6 @@ OP = Op(
     },
     dynamic=("M",),
     tiny=dict(M=16, K=32, N=100),
-    hostile=families(("x",), ("w",), limit=2.0**8),
+    hostile=families(("x",), ("w",), limit=2.0**8, balanced_columns=balanced_columns("x", "w")),
     pieces=row_pieces("x", added=("w",)),
 )

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
+from whet.machine import float32_precision, set_float32_precision
 from whet.swap import Met
 from whet.swap._given import kind_of, refuse_model, undisturbed
 from whet.swap._memory import measurable
@@ -74,7 +75,7 @@ def allowed(allow: str | Iterable[str]) -> tuple[str, ...]:
 @contextlib.contextmanager
 def in_allowed(report: "Optimized", names: tuple[str, ...]) -> Iterator[None]:
     """What was allowed is set, and stays so unless something is raised; the report keeps what was set before."""
-    before = torch.get_float32_matmul_precision()
+    before = float32_precision()
     report.allow = names
     if "tf32" in names:
         report.precision_before = before
@@ -82,7 +83,7 @@ def in_allowed(report: "Optimized", names: tuple[str, ...]) -> Iterator[None]:
     try:
         yield
     except BaseException:
-        torch.set_float32_matmul_precision(before)
+        set_float32_precision(before)
         raise
 
 

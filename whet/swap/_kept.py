@@ -18,6 +18,7 @@ from whet.choices import Choices
 from whet.figures import error_line
 from whet.judge import Verdict
 from whet.lock import Lock
+from whet.machine import float32_precision
 from whet.op import Call, base, discover
 from whet.source import fingerprint
 from whet.swap import Met, Site
@@ -44,7 +45,7 @@ def recognisers() -> str:
 def settings(device: str) -> tuple:
     """What the process is set to that changes times or results."""
     autocast = str(torch.get_autocast_dtype(device)) if torch.is_autocast_enabled(device) else ""
-    return torch.get_float32_matmul_precision(), autocast
+    return float32_precision(), autocast
 
 
 def stale(entry: dict) -> str:

@@ -13,6 +13,7 @@ from whet.choices import Choices
 from whet.figures import error_line
 from whet.judge import Verdict
 from whet.lock import Lock
+from whet.machine import set_float32_precision
 from whet.measure import now, race
 from whet.swap import Edit, Left, Met, Site
 from whet.swap._ahead import OUT_OF_MEMORY, Ahead, verifying, with_memory
@@ -152,7 +153,7 @@ def restore(model: nn.Module) -> nn.Module:
     if isinstance(report, Optimized):
         report.replaced.restore()
         if report.precision_before:
-            torch.set_float32_matmul_precision(report.precision_before)
+            set_float32_precision(report.precision_before)
     return model
 
 
@@ -355,7 +356,7 @@ def _race_whole(report: Optimized, ways: list[Way], work: Workload, call: Met, s
     def step(way: Way | None):
         found.ask(way.choices, way.sites) if way else found.restore()
         if report.precision_before:
-            torch.set_float32_matmul_precision("high" if way else report.precision_before)
+            set_float32_precision("high" if way else report.precision_before)
         return work.step()
 
     runs: dict[str, Callable] = {BEFORE: lambda: step(None)} | {way.mode: functools.partial(step, way) for way in ways}

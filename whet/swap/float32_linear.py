@@ -12,11 +12,12 @@ import torch
 from torch import nn
 
 from whet.alignment import SMALL
+from whet.machine import float32_precision
 from whet.ops._products import by_halves
 from whet.swap import Edit, Left, Met, Site
 from whet.swap._alike import watched
 from whet.swap._biases import covered_biases
-from whet.swap._few import rows_of
+from whet.swap._few import first_tensor, rows_of
 from whet.swap._padded import Pads, matrix, plain, product_dtype, sizes
 from whet.swap._proof import plainly_called
 
@@ -29,15 +30,21 @@ def edits_with(fewest: int):
     def edits(module: nn.Module, ops) -> list[Edit]:
         op = ops.linear
 
-        def forward(self, input):
-            if rows_of(input) < fewest or input.dtype != torch.float32 or product_dtype(self) != torch.float32:
-                return type(self).forward(self, input)
-            y = op(input, matrix(self, NO_PADS))
+        def forward(self, *args, **kwargs):
+            x = first_tensor(args, kwargs)
+            if x is None or rows_of(x) < fewest or not in_float32(self, x):
+                return type(self).forward(self, *args, **kwargs)
+            y = op(x, matrix(self, NO_PADS))
             return y if self.bias is None else y + self.bias
 
         return [Edit(module, "forward", types.MethodType(forward, module))]
 
     return edits
+
+
+def in_float32(module: nn.Module, x: torch.Tensor) -> bool:
+    """Whether it multiplies x in float32, here and now, with TF32 not allowed: after optimizing, all of that may change."""
+    return x.dtype == product_dtype(module) == torch.float32 and float32_precision() == "highest"
 
 
 def only_product(module: Any) -> bool:

@@ -7,8 +7,9 @@ from whet.diagnose.run import Check, Finding, Run
 from whet.diagnose.target import Target, target_of
 from whet.diagnose.watch import Event, restored
 from whet.figures import figure, percent
+from whet.machine import float32_precision
 from whet.measure import compare
-from whet.ops._products import float32_precision, made_for_halves
+from whet.ops._products import made_for_halves
 from whet.race import tie
 
 PRODUCTS = ("aten::mm", "aten::addmm", "aten::bmm", "aten::baddbmm")  # what set_float32_matmul_precision applies to

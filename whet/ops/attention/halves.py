@@ -49,8 +49,9 @@ def _split_head_kernel(
     Moves   x in; hi, lo out.
     Rounds  hi to float16, lo, the rest, to float16.
     """
-    head, d = tl.program_id(0), tl.arange(0, BLOCK_D)
-    row = tl.program_id(1) * BLOCK_M + tl.arange(0, BLOCK_M)
+    blocks = tl.cdiv(L, BLOCK_M)
+    head, d = tl.program_id(0) // blocks, tl.arange(0, BLOCK_D)
+    row = tl.program_id(0) % blocks * BLOCK_M + tl.arange(0, BLOCK_M)
     start = x_ptr + (head // H).to(tl.int64) * stride_xb + (head % H).to(tl.int64) * stride_xh
     inside = (row < L)[:, None] & (d < D)[None, :]
     x = tl.load(start + row[:, None].to(tl.int64) * stride_xl + d[None, :], mask=inside, other=0.0)
@@ -70,5 +71,5 @@ def split(x: torch.Tensor, peak: torch.Tensor) -> torch.Tensor:
         x = x if x.stride(-1) == 1 else x.contiguous()
         sizes = dict(BLOCK_M=ROWS, BLOCK_D=BLOCK_D, num_warps=4)
         launcher(_head_peaks_kernel)[(B * H, min(PARTS, cdiv(L, ROWS)))](x, peak, *x.stride()[:3], H, L, D, **sizes)
-        launcher(_split_head_kernel)[(B * H, cdiv(L, ROWS))](x, peak, halves, *x.stride()[:3], B, H, L, D, P, **sizes)
+        launcher(_split_head_kernel)[(B * H * cdiv(L, ROWS),)](x, peak, halves, *x.stride()[:3], B, H, L, D, P, **sizes)
     return halves
