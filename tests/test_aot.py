@@ -127,7 +127,7 @@ from whet.op import discover
 
 op = discover()["rms_norm"]
 plain = op.impls["triton"]
-op.impls["triton"] = replace(plain, run=lambda x, w, eps, tile="": plain.run(x[:1] if tile else x, w, eps))
+op.impls["triton"] = replace(plain, run=lambda x, w, eps, out_dtype, tile="": plain.run(x[:1] if tile else x, w, eps))
 both = (launches(op, name, dict(M=8, N=32), "float32") for name in ("triton", "triton@one"))
 print([(seen[0].impl, seen[0].args[0].shape[0]) for seen in both])
 '''
