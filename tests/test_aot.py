@@ -235,8 +235,8 @@ from whet import aot
 from whet.op import discover
 
 name = "triton_fused_bwd@g64x128w8s2"
-for case in (dict(B=1, H=1, KV=1, Lq=200, Lk=300, D=64), dict(B=1, H=1, KV=1, Lq=1, Lk=129, D=16, causal="bottom-right", window=2)):
-    for launch in aot.launches(discover()["attention"], name, case, "bfloat16"):
+for case in (dict(Lq=200, Lk=300, D=64), dict(Lq=1, Lk=129, D=16, causal="bottom-right", window=2)):
+    for launch in aot.launches(discover()["attention"], name, dict(B=1, H=1, KV=1) | case, "bfloat16"):
         print(launch.kernel, aot.row(launch, "sm_90", "a few bytes").problem)
 """
 
