@@ -61,7 +61,7 @@ def dies_when_timed():
 
 WAYS = {
     "segfault": lambda: os.kill(os.getpid(), signal.SIGSEGV),
-    "hang": lambda: signal.pause(),
+    "hang": lambda: signal.pause(), "hangs_gpu": lambda: kept.append("launched"),
     "exit": lambda: sys.exit(3),
     "interrupt": lambda: os.kill(os.getpid(), signal.SIGINT),
     "print": lambda: [stream.write('{"ok": true}\n' * 100_000) for stream in (sys.stdout, sys.stderr)],
@@ -75,7 +75,7 @@ WAYS = {
 # As they are tried: what leaves something changed comes before a candidate that would profit from it.
 TILES = (
     "grad_mode", "inference_mode", "default_dtype", "everything", "print", "input", "exit", "interrupt", "doubled", "wrong",
-    "fail", "out_of_memory", "leak", "segfault", "hang", "dies_when_timed",
+    "fail", "out_of_memory", "leak", "segfault", "hang", "hangs_gpu", "dies_when_timed",
 )
 
 
@@ -98,6 +98,10 @@ if __name__ == "whet_preload":  # in the child
     op.impls.update(made)
 
     import whet.worker
+    from whet import graphs
+
+    graphs.hang_s, synchronize = 0.5, graphs.synchronize
+    graphs.synchronize = lambda: signal.pause() if "launched" in kept else synchronize()
 
     def verifying(*args, answer=whet.worker.ANSWERS["verify"], **options):
         kept.append("verified")

@@ -41,7 +41,7 @@ for path in sys.argv[1:]:
 @pytest.fixture(scope="module")
 def scripts(tmp_path_factory) -> dict[str, subprocess.CompletedProcess]:
     """What became of each script of this file, by name, in a process of its own: forked from one that has imported torch."""
-    given = dict(planted=PLANTED, tiled=TILED, decoding=DECODING, real=REAL, narrow=NARROW, noted=NOTED)
+    given = dict(planted=PLANTED, tiled=TILED, decoding=DECODING, real=REAL, narrow=NARROW, noted=NOTED, lone=LONE)
     folder = tmp_path_factory.mktemp("scripts")
     for name, text in given.items():
         (folder / f"{name}.py").write_text(text)
@@ -228,6 +228,23 @@ for launch in aot.launches(discover()["norm_swiglu"], "triton", dict(M=64, K=576
 def test_a_narrow_product_of_gate_and_up_fits_shared_memory(scripts):
     found = [line.split(maxsplit=2) for line in scripts["narrow"].stdout.splitlines()]
     assert "_many_kernel" in [kernel for kernel, *_ in found] and all(len(rest) == 1 for _, *rest in found), found
+
+
+LONE = """
+from whet import aot
+from whet.op import discover
+
+name = "triton_fused_bwd@g64x128w8s2"
+for case in (dict(Lq=200, Lk=300, D=64), dict(Lq=1, Lk=129, D=16, causal="bottom-right", window=2)):
+    for launch in aot.launches(discover()["attention"], name, dict(B=1, H=1, KV=1) | case, "bfloat16"):
+        print(launch.kernel, aot.row(launch, "sm_90", "a few bytes").problem)
+"""
+
+
+def test_one_head_of_one_sequence_compiles_in_gluon(scripts):
+    """There Triton makes a constant of each size that is 1, and a constant has none of a tensor's methods."""
+    found = [line.strip() for line in scripts["lone"].stdout.splitlines()]
+    assert found.count("_fused_hopper_kernel") == 2 and all(line.isidentifier() for line in found), found
 
 
 def test_the_kernel_at_the_end_of_a_step_compiles_without_spills(scripts):

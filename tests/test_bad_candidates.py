@@ -39,6 +39,7 @@ def tuned(tmp_path_factory) -> dict:
 
     with pytest.MonkeyPatch.context() as patch, without(*(set(OP.impls) - {"eager", "torch"})):
         patch.setattr(whet.tune, "_ask_verify", ask)
+        patch.setattr(whet.worker, "HUNG", {})
         OP.impls.update(planted_bad.impls(OP))
         lock = Lock(tmp_path_factory.mktemp("tuned") / "whet.lock")
         tune([(CALL, 1)], lock, modes=("eager",), seconds=0.01, limit_s=LIMIT_S, preload=planted_bad.__file__)
@@ -49,7 +50,8 @@ REASONS = {
     "grad_mode": "grad mode|graph is cut", "inference_mode": "inference mode|graph is cut", "default_dtype": "default dtype",
     "everything": "the default device", "exit": "SystemExit: 3", "interrupt": "KeyboardInterrupt", "doubled": "exceeds",
     "wrong": "exceeds", "fail": "kernel does not compile", "out_of_memory": "out of memory", "leak": "file descriptors open",
-    "segfault": "the process died (signal 11)", "hang": "took longer than", "dies_when_timed": "the process died (signal 6)",
+    "segfault": "the process died (signal 11)", "hang": "took longer than",
+    "hangs_gpu": "a kernel hangs", "dies_when_timed": "the process died (signal 6)",
 }
 
 
@@ -143,6 +145,27 @@ def test_a_hang_beside_others_is_final_and_a_failure_gets_a_turn_alone(monkeypat
     with without(*(set(OP.impls) - {"eager", "torch"})), pytest.raises(ValueError, match="no candidate could run"):
         tune([(CALL, 1)], Lock(), modes=("eager",))
     assert sorted(asked) == ["eager", "eager", "torch"]
+
+
+def test_a_candidate_of_which_a_kernel_hung_is_run_for_no_other_call(monkeypatch):
+    asked: list[tuple] = []
+
+    class Hangs:
+        def ask(self, limit_s, request):
+            asked.append((request["call"]["case"]["M"], request.get("impls") or request["impl"]))
+            raise Lost("a kernel hangs", hung=True, on_gpu="torch" in asked[-1][1])
+
+    monkeypatch.setattr(whet.worker, "HUNG", {})
+    monkeypatch.setattr("whet.worker.Worker.start", lambda self: setattr(self, "child", Hangs()))
+    both = ["eager", "torch"]
+    for M, impls in ((8, both), (8, "eager"), (8, "torch"), (16, "torch"), (16, both), (16, "eager")):
+        one = isinstance(impls, str)
+        request = dict(what="verify", impl=impls) if one else dict(what="measure", impls=impls)
+        with pytest.raises(Lost) as lost:
+            whet.worker.Worker().ask(1.0, call=dict(op="rms_norm", case=dict(M=M), dtype="float32", grad=True), **request)
+        again = (M, impls) not in asked
+        assert lost.value.hung and again == ("not run again, since at rms_norm M=8" in str(lost.value))
+    assert asked == [(8, ["eager", "torch"]), (8, "eager"), (8, "torch"), (16, "eager")]
 
 
 @pytest.fixture(autouse=True)

@@ -13,7 +13,7 @@ PACKAGE = sorted((ROOT / "whet").rglob("*.py"))
 ORDER = [
     "interrupts", "machine", "figures", "alignment", "padding", "interpret", "interpret_gluon", "launch", "torch_ops", "kinds",
     "values", "parts", "compiled", "op", "source", "lock_file", "lock_faults", "lock", "choices", "ops", "isolation", "child",
-    "aot", "judge", "verify", "whole", "prove", "race", "plan", "busy", "roof", "graphs", "measure", "ncu", "worker", "tune",
+    "aot", "graphs", "judge", "verify", "whole", "prove", "race", "plan", "busy", "roof", "measure", "ncu", "worker", "tune",
     "proofs", "workload", "plan_memory", "swap", "models", "decode", "diagnose", "subjects", "duel", "report", "plan_limits",
     "plans", "trackers", "matrix", "step_plans", "step_shared", "step", "step_rivals", "callback", "autoselect", "train",
     "exercise", "commands", "__main__",

@@ -134,7 +134,7 @@ def hopper(monkeypatch):
 
 SPANS = [
     dict(Lq=130, Lk=300), dict(KV=1, Lq=200, Lk=200, causal="top-left"), dict(Lq=150, Lk=257, causal="bottom-right", window=70),
-    dict(Lq=110, Lk=72, causal="bottom-right"), dict(Lq=1, Lk=129),
+    dict(Lq=110, Lk=72, causal="bottom-right"), dict(Lq=1, Lk=129), dict(Lq=70, Lk=260, causal="top-left"),
 ]
 
 

@@ -24,12 +24,13 @@ TAIL = 4096  # bytes of what it printed last, for the reason
 class Lost(Exception):
     """The child died, was stopped or answered what is no answer; the message says how.
 
-    hung  it took longer than its limit: that was its turn, and another would cost as much again
+    hung    it took longer than its limit: that was its turn, and another would cost as much again
+    on_gpu  what hung is a kernel, and no slow compiler
     """
 
-    def __init__(self, reason: str, hung: bool = False):
+    def __init__(self, reason: str, hung: bool = False, on_gpu: bool = False):
         super().__init__(reason)
-        self.hung = hung
+        self.hung, self.on_gpu = hung, on_gpu
 
 
 def kill_group(pid: int) -> None:
@@ -194,6 +195,8 @@ class Child:
             self.stop()
             return Lost("closed the pipe of its answers, or wrote without an end")
         self.stop()
+        if code == -signal.SIGALRM:
+            return Lost("a kernel hangs: the GPU did not finish what was launched", hung=True, on_gpu=True)
         return Lost(f"the process died ({how_it_ended(code)}): {last_line(self.tail.decode(errors='replace')) or 'no message'}")
 
     def stop(self) -> None:

@@ -1,9 +1,30 @@
-"""CUDA graphs, and marks in a device's queue of work."""
+"""CUDA graphs, marks in a device's queue of work, and how long a child waits for it."""
 
+import signal
 import time
 from collections.abc import Callable
 
 import torch
+
+HANG_S = 30.0  # what a candidate launched is given up after so long: a run of seconds takes so long beside seven others
+hang_s: float | None = None  # in the tuner's child: after how long it is ended
+
+
+def synchronize() -> None:
+    if torch.cuda.is_available():
+        torch.cuda.synchronize()
+
+
+def finish(wait: Callable[[], object] | None = None) -> None:
+    """Wait for what was launched. Where it hangs, a child of the tuner dies of SIGALRM: that needs no thread of Python."""
+    armed = 0.0 if signal.getitimer(signal.ITIMER_REAL)[0] else hang_s or 0.0  # a timer that runs is somebody else's
+    if armed:
+        signal.setitimer(signal.ITIMER_REAL, armed)
+    try:
+        (wait or synchronize)()
+    finally:
+        if armed:
+            signal.setitimer(signal.ITIMER_REAL, 0.0)
 
 
 class Graph:
@@ -19,7 +40,7 @@ class Graph:
             for _ in range(warm_up):
                 run()
         torch.cuda.current_stream().wait_stream(stream)
-        torch.cuda.synchronize()
+        finish()
         self.run = run  # what it reads must live as long as it may be replayed
         self.graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(self.graph, pool=None if beside is None else beside.graph.pool()):

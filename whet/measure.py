@@ -21,7 +21,7 @@ import torch
 
 from whet import busy, machine
 from whet.choices import Choices
-from whet.graphs import Graph
+from whet.graphs import Graph, finish
 from whet.op import Op, as_tuple, discover
 from whet.race import Outcome, Timing, fewest, race_outcome, timing
 from whet.roof import Ceilings, keep_ceilings, known_ceilings
@@ -178,7 +178,7 @@ def _once_gpu(run, is_graph: bool, flush: bool) -> tuple[float, float]:
     run()
     host = time.perf_counter() - before
     end.record()
-    end.synchronize()
+    finish(end.synchronize)
     return start.elapsed_time(end), host
 
 
@@ -216,11 +216,11 @@ def peak_mib(run: Callable, clear: Callable = lambda: None) -> float | None:
     run()
     clear()
     gc.collect()
-    torch.cuda.synchronize()
+    finish()
     torch.cuda.reset_peak_memory_stats()
     before = torch.cuda.memory_allocated()
     run()
-    torch.cuda.synchronize()
+    finish()
     return round((torch.cuda.max_memory_allocated() - before) / 2**20, 1)
 
 

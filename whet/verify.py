@@ -9,6 +9,7 @@ from dataclasses import dataclass, field, replace
 
 import torch
 
+from whet.graphs import finish
 from whet.judge import GRAD_FACTOR, VALUE_FACTOR, Verdict, compare, judge
 from whet.op import DTYPES, Impl, Op, as_tuple, base, lay, tensors
 
@@ -173,6 +174,7 @@ def evaluate(
     with torch.inference_mode(False), torch.set_grad_enabled(grad):
         with autocast(use.autocast, args):
             outs = as_tuple(run(**leaves))
+        finish()
         if torch.is_grad_enabled() != grad or torch.is_inference_mode_enabled():
             mode = "inference mode" if torch.is_inference_mode_enabled() else "grad mode"
             raise Violation(f"leaves {mode} changed")
@@ -194,6 +196,7 @@ def evaluate(
             if use.again and given:
                 torch.autograd.grad(given, sources, douts, allow_unused=True, retain_graph=True)
             grads = torch.autograd.grad(given, sources, douts, allow_unused=True) if given else [None] * len(wanted)
+            finish()
             for i, before, after in zip(live, kept, douts):
                 if not unchanged(before, after):
                     raise Violation(f"the upstream gradient of output {i} was changed in place")

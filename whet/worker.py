@@ -18,7 +18,7 @@ from pathlib import Path
 
 import torch
 
-from whet import machine
+from whet import graphs, machine
 from whet.child import Child, Lost
 from whet.figures import error_line
 from whet.isolation import Leftovers, isolated
@@ -28,6 +28,7 @@ from whet.prove import forget_evidence, provable, prove, run_once, wrong_now
 
 HEAVY = 2 * 10**12  # flops of a call whose float64 oracle takes longer than starting a candidate: 50 TFLOP/s of float64
 VERIFIERS = 8  # children that verify side by side: verifying is mostly compiling, which is the host's work
+HUNG: dict[tuple[str, str], str] = {}  # op and name of the candidates of which a kernel hung: why they are not run again
 SHAPES: dict[str, dict] = {  # of an answer that is no error
     "verify": {"ok": bool, "share": (int, float), "why": str}, "measure": {"timings": dict},
 }
@@ -58,13 +59,23 @@ class Worker:
         return self.child is not None and self.child.process.poll() is None
 
     def ask(self, limit_s: float, **request) -> dict:
-        """The child's answer. Raises Lost if it dies, takes longer than limit_s, or says what is no answer."""
+        """The child's answer. Raises Lost if it dies, takes longer than limit_s, or says what is no answer.
+
+        A candidate that hung the GPU once is not run again by this process, for whatever call.
+        """
+        names = request.get("impls", [request.get("impl")])
+        candidates = [(request["call"]["op"], name) for name in names] if request["what"] in SHAPES else []
+        for candidate in candidates:
+            if candidate in HUNG:
+                raise Lost(HUNG[candidate], hung=True)
         self.start()
         assert self.child
         try:
             answer = self.child.ask(limit_s, request)
-        except Lost:
+        except Lost as e:
             self.child = None
+            if e.on_gpu and len(candidates) == 1:
+                HUNG[candidates[0]] = f"not run again, since at {Call(**request['call']).key} {e}"
             raise
         if answer.pop("poisoned", False):
             self.stop()
@@ -339,6 +350,7 @@ def main() -> None:
         spec.loader.exec_module(importlib.util.module_from_spec(spec))
     if torch.cuda.is_available():
         _warm("--warm" in sys.argv)
+    graphs.hang_s = graphs.hang_s or graphs.HANG_S
     print(json.dumps({"ready": True}), file=replies, flush=True)
     seen: collections.deque = collections.deque(maxlen=1)
     for line in requests:

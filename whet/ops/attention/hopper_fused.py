@@ -36,12 +36,14 @@ def _tile(t, lo, tiles, GROUP, BLOCK_M: gl.constexpr):
 @gluon.jit
 def _copy(
     q_desc, k_desc, v_desc, do_desc, q_smem, k_smem, v_smem, do_smem, bars, b, hk, n0, lo, tiles, GROUP,
-    ROWS: gl.constexpr, BLOCK_M: gl.constexpr, STAGES: gl.constexpr,
+    ROWS: gl.constexpr, BLOCK_M: gl.constexpr, BLOCK_D: gl.constexpr, STAGES: gl.constexpr,
 ):
     """Bring the program's keys and values, and its queries and their gradients tile by tile, as soon as there is room.
 
-    One tile of queries more than there are: its scores are asked for while the last tile is multiplied, and not looked at.
+    Up to a head size of 64 one tile of queries more than there are: its scores are asked for while the last tile is
+    multiplied, and not looked at. Over 64 nobody would wait for it, and a program must not end before its copies.
     """
+    AHEAD: gl.constexpr = 1 if BLOCK_D <= 64 else 0
     kv_full, q_full, do_full, empty = bars
     mbarrier.expect(kv_full.index(0), 4 * k_desc.block_type.nbytes)
     for half in gl.static_range(2):
@@ -50,7 +52,7 @@ def _copy(
     slot = 0
     phase = 0
     total = tiles * GROUP
-    for t in range(total + 1):
+    for t in range(total + AHEAD):
         g, m0 = _tile(t, lo, tiles, GROUP, BLOCK_M)
         mbarrier.wait(empty.index(slot), phase ^ 1)
         mbarrier.expect(q_full.index(slot), q_desc.block_type.nbytes)
@@ -207,7 +209,7 @@ def _add(
         if HAS_LEFT:
             turn = block - gl.maximum(m0 + offset - left, 0) // BLOCK_N  # blocks of keys before that no query here sees
         tile = ((b * H + hk * GROUP + g).to(gl.int64)) * nm + m0 // BLOCK_M
-        turn_at = turn_ptr + tile * SLICES + ADDER % SLICES
+        turn_at = turn_ptr + 1 + tile * SLICES + ADDER % SLICES
         dq_at = dq_ptr + tile * (BLOCK_M * BLOCK_D) + ADDER % SLICES * WIDTH
         mbarrier.wait(dq_full.index(ADDER), (t // PERIOD) & 1)
         wait_for_turn(turn_at, turn, BY)
@@ -223,7 +225,7 @@ def _add(
 def _fused_hopper_kernel(
     q_desc, k_desc, v_desc, do_desc, lse_ptr, delta_ptr,  # inputs
     dq_ptr, dk_desc, dv_desc,  # outputs; dq in fp32, whole tiles of BLOCK_M rows, unscaled, and zero at first
-    turn_ptr,  # zeros: turns for every tile of dq, one for each slice of 64 columns, then the programs' ticket
+    turn_ptr,  # zeros: the programs' ticket, then turns for every tile of dq, one for each slice of 64 columns
     B, H, GROUP, Lq, Lk, scale, rate, offset, first_lone, last_lone, left, right, ds_layout: gl.constexpr,
     ROWS: gl.constexpr, BLOCK_M: gl.constexpr, BLOCK_D: gl.constexpr, STAGES: gl.constexpr, ADDERS: gl.constexpr,
     REGISTERS: gl.constexpr, OTHERS: gl.constexpr, HAS_LEFT: gl.constexpr, HAS_RIGHT: gl.constexpr, BY: gl.constexpr,
@@ -240,7 +242,7 @@ def _fused_hopper_kernel(
     DL: gl.constexpr = gl.SwizzledSharedLayout(4, 1, 8 if WIDTH >= 32 else 4, [1, 0])
     HK = H // GROUP
     nm = (Lq + BLOCK_M - 1) // BLOCK_M
-    item = ticket(turn_ptr + (B * H).to(gl.int64) * nm * (BLOCK_D // WIDTH))
+    item = ticket(turn_ptr)
     # A block of keys adds after the one before it: that one has an earlier ticket, and the heads between keep them apart.
     block = item // (B * HK)
     b = item % (B * HK) // HK
@@ -289,7 +291,7 @@ def _fused_hopper_kernel(
         )),
         (_copy, (
             q_desc, k_desc, v_desc, do_desc, q_smem, k_smem, v_smem, do_smem, bars, b, hk, n0, lo, tiles, GROUP,
-            ROWS, BLOCK_M, STAGES,
+            ROWS, BLOCK_M, BLOCK_D, STAGES,
         )),
         (_add, (
             dq_ptr, turn_ptr, dq_smem, dq_full, dq_empty, b, hk, block, lo, tiles, H, GROUP, nm, offset, left,
