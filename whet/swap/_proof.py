@@ -120,7 +120,8 @@ def floating(value: Any) -> dict[str, torch.Tensor]:
 
 
 def ran(
-    module: nn.Module, call: Met, dtype: torch.dtype, compares: tuple[str, ...], exact: bool = False, like: Mapping | None = None
+    module: nn.Module, call: Met, dtype: torch.dtype, compares: tuple[str, ...], exact: bool = False,
+    like: Mapping | None = None,
 ) -> dict:
     """Outputs, and gradients of every argument and parameter, of one run with the call's arguments in a dtype.
 
