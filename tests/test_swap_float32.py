@@ -8,11 +8,13 @@ import torch
 from swapping import FAMILIES, GPT, built
 from test_swap_biases import TRITON, stepped
 from test_swap_families import tokens
+from test_verify import CoarseUpstream
 from torch import nn
 
 import whet
 from whet import machine
 from whet.choices import Choices, Recorder
+from whet.op import Impl, discover
 from whet.ops import _products
 from whet.swap import Journal, float32_linear, gated_mlp
 from whet.swap._optimize import together
@@ -57,6 +59,14 @@ def test_every_linear_layer_asks_the_op_with_the_models_loss_and_gradients(slow_
         assert grads.keys() == want[1].keys()
         for n in grads:
             torch.testing.assert_close(grads[n], want[1][n], msg=lambda text, n=n: f"{n}: {text}")
+
+
+def test_a_layer_whose_gradient_is_rounded_to_bfloat16_is_not_replaced(slow_here, monkeypatch):
+    model, call = made("plain")
+    rounding = Impl(lambda x, w: CoarseUpstream.apply(nn.functional.linear(x, w)))
+    monkeypatch.setitem(discover()["linear"].impls, "torch", rounding)
+    found = recognise(model, call, Choices(default="torch"), only=(KIND,))
+    assert not found.sites and len(found.left) == 9
 
 
 def test_biases_of_these_layers_are_not_replaced_beside_them(slow_here):

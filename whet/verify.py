@@ -216,7 +216,7 @@ def own(t: torch.Tensor) -> torch.Tensor:
 
 
 def upstream(out: torch.Tensor, i: int, layout: str, dtype: torch.dtype | None = None) -> torch.Tensor:
-    """Drawn in fp32 and rounded to the dtype of a result, by default out's: with all its digits, and the same for the oracle."""
+    """Drawn in fp32, rounded to the dtype of a result, by default out's: with all its digits, and the oracle's too."""
     where = out.device if out.numel() > 2**16 else torch.device("cpu")  # large ones on the device, where it takes no time
     generator = torch.Generator(device=where).manual_seed(1234 + i)
     values = torch.randn(out.shape, generator=generator, device=where).to(out.device).to(dtype or out.dtype)

@@ -119,8 +119,14 @@ def floating(value: Any) -> dict[str, torch.Tensor]:
     }
 
 
-def ran(module: nn.Module, call: Met, dtype: torch.dtype, compares: tuple[str, ...], exact: bool = False) -> dict:
-    """Outputs, and gradients of every argument and parameter, of one run with the call's arguments in a dtype."""
+def ran(
+    module: nn.Module, call: Met, dtype: torch.dtype, compares: tuple[str, ...], exact: bool = False,
+    like: Mapping | None = None,
+) -> dict:
+    """Outputs, and gradients of every argument and parameter, of one run with the call's arguments in a dtype.
+
+    like   results of another run, in whose dtypes gradients come back from outside
+    """
     args, kwargs = cast(call.args, dtype), cast(call.kwargs, dtype)
     params = dict(module.named_parameters())
     held = {n: p.grad for n, p in params.items()}
@@ -130,8 +136,9 @@ def ran(module: nn.Module, call: Met, dtype: torch.dtype, compares: tuple[str, .
         with random_kept(), Float64Everywhere() if exact else contextlib.nullcontext():
             torch.manual_seed(0)
             outs = {k: t for k, t in floating(module(*args, **kwargs)).items() if not compares or k in compares}
-            wanted = [t for t in outs.values() if t.requires_grad]
-            torch.autograd.backward(wanted, [upstream(t) for t in wanted])
+            wanted = {k: t for k, t in outs.items() if t.requires_grad}
+            grads = [upstream(t, (like or {}).get(f"output {k}", t).dtype) for k, t in wanted.items()]
+            torch.autograd.backward([*wanted.values()], grads)
         found: dict[str, torch.Tensor | None] = {f"output {k}": t.detach() for k, t in outs.items()}
         leaves = {k: t for k, t in floating((args, kwargs)).items() if t.requires_grad}
         found |= {f"grad argument {k}": t.grad for k, t in leaves.items()}
@@ -141,10 +148,10 @@ def ran(module: nn.Module, call: Met, dtype: torch.dtype, compares: tuple[str, .
             p.grad = held[n]
 
 
-def upstream(t: torch.Tensor) -> torch.Tensor:
-    """A gradient to come back from outside: the same numbers whatever the dtype, exact in each."""
+def upstream(t: torch.Tensor, dtype: torch.dtype | None = None) -> torch.Tensor:
+    """A gradient to come back from outside, with all digits of a dtype, by default the tensor's."""
     made = torch.Generator(device="cpu").manual_seed(t.numel())
-    return (torch.randint(-8, 9, t.shape, generator=made) / 8).to(t.device, t.dtype)
+    return torch.randn(t.shape, generator=made).to(dtype or t.dtype).to(t.device, t.dtype)
 
 
 @contextlib.contextmanager
@@ -218,7 +225,7 @@ def prove(site: Site, call: Met, ops: Choices) -> Verdict:
                 return Verdict(False, why="the module did not come to what was to be replaced")
         eager = ran(twin, rounded, dtype, site.compares)
         try:
-            truth = ran(truth_of, rounded, torch.float64, site.compares, exact=True)
+            truth = ran(truth_of, rounded, torch.float64, site.compares, exact=True, like=eager)
         except Exception as e:
             return Verdict(False, why=f"the module itself, which is what it is held to, fails in float64: {error_line(e)}")
         if set(ours) != set(eager):
