@@ -132,7 +132,8 @@ def test_what_a_run_cannot_do_here_is_said(shards, tmp_path, monkeypatch):  # no
     monkeypatch.chdir(tmp_path)
     Path("own.toml").write_text('[model]\nsize = "tiny"\n')
     given = [*SETTINGS, "--set", f"data.path={shards}", "--set", "train.precision=float32"]
-    result = invoke("train", "./own.toml", *given, "--set", "dist.mode=ddp", "--retune-every", "1", "--set", "kernels.plan=CUDA graph")
+    plan = ["--set", "kernels.plan=CUDA graph"]
+    result = invoke("train", "./own.toml", *given, "--set", "dist.mode=ddp", "--retune-every", "1", *plan)
     assert result.exit_code == 0, result.output
     assert "kernels.plan=CUDA graph does not serve here: it needs a GPU" in result.output
     assert "as it is: no other plan is tried" in result.output

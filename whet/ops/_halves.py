@@ -1,4 +1,4 @@
-"""float32 matrices as pairs of float16, and products of them on tensor cores that are as near as float32's own.
+"""float32 matrices as pairs of float16, and products of them on tensor cores that are as accurate as float32.
 
 A value is scaled by a power of two and split: hi is what float16 holds of it, lo what float16 holds of the rest, 22 bits in
 all. Three products, hi * hi, hi * lo and lo * hi, leave out lo * lo alone, a share of 2^-24 at most. Tensor cores drop the

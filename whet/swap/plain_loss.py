@@ -1,4 +1,4 @@
-"""Head and loss of a model that calls F.cross_entropy in its own forward. Logits it returns become None, where that is asked for."""
+"""Head and loss of a model that calls F.cross_entropy in its own forward. Returned logits are None where that is asked for."""
 
 import types
 from collections.abc import Iterator
