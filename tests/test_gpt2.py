@@ -338,14 +338,14 @@ def test_weights_of_transformers_gpt2_load_and_give_the_same_logits(tied):
 
 
 HOMELESS = {
-    "norm 'layer' has no place in Apertus": dict(norm="layer"),
-    "bias True has no place in Apertus": dict(bias=True),
-    "pattern 'SL' has no place in Arcee": dict(pattern="SL", qk_norm=False),
-    "softcap 15.0 has no place in Qwen3": dict(softcap=15.0, activation="swiglu"),
-    "norm 'rms' has no place in GPT2": dict(positions="learned"),
-    "qk_norm True has no place in GPT2": LIKE_GPT2 | dict(qk_norm=True),
-    "activation 'swiglu' has no place in GPT2": LIKE_GPT2 | dict(activation="swiglu"),
-    "kv_heads 2 has no place in GPT2": LIKE_GPT2 | dict(kv_heads=2),
+    "norm 'layer' has no counterpart in Apertus": dict(norm="layer"),
+    "bias True has no counterpart in Apertus": dict(bias=True),
+    "pattern 'SL' has no counterpart in Arcee": dict(pattern="SL", qk_norm=False),
+    "softcap 15.0 has no counterpart in Qwen3": dict(softcap=15.0, activation="swiglu"),
+    "norm 'rms' has no counterpart in GPT2": dict(positions="learned"),
+    "qk_norm True has no counterpart in GPT2": LIKE_GPT2 | dict(qk_norm=True),
+    "activation 'swiglu' has no counterpart in GPT2": LIKE_GPT2 | dict(activation="swiglu"),
+    "kv_heads 2 has no counterpart in GPT2": LIKE_GPT2 | dict(kv_heads=2),
 }
 
 

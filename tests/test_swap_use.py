@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+import torch.nn.functional as F
 from swapping import GPT, batch, built
 from torch import nn
 
@@ -143,6 +144,25 @@ def test_a_plain_model_in_training_gives_up_its_logits_only_where_that_is_asked(
     assert kinds == expected | ({"plain_loss"} if keep_logits is False else set())
     assert ("optimize(keep_logits=False)" in shown) == (keep_logits is not False) and "wrong" not in shown
     assert keep_logits is False or model(*tokens)[0] is not None
+
+
+@pytest.mark.parametrize("keep_logits", [None, True])
+def test_head_and_loss_of_a_model_that_returns_its_loss_alone_are_one_unless_logits_are_kept(at_once, keep_logits):
+    class Model(GPT):
+        def forward(self, idx, targets):
+            logits = self.lm_head(self.ln_f(self.wte(idx)))
+            return F.cross_entropy(logits.flatten(0, 1), targets.flatten())
+
+    torch.manual_seed(0)
+    model, tokens = Model(), (batch()["input_ids"], batch()["labels"])
+    plain = model(*tokens)
+    optimize(model, tokens, keep_logits=keep_logits, seconds=0.001)
+    assert ("plain_loss" in {g.kind for g in model.whet.groups}) == (keep_logits is None)
+    torch.testing.assert_close(model(*tokens), plain)
+    model.lm_head.register_forward_hook(lambda head, args, out: seen.append(out.std().item()))
+    seen: list[float] = []
+    torch.testing.assert_close(model(*tokens), plain)
+    assert seen and seen[-1] > 0, "a hook on the head has logits to look at"
 
 
 def test_a_second_optimize_takes_back_the_first(at_once):

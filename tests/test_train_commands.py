@@ -57,7 +57,7 @@ def test_a_run_of_tiny_llama_is_sampled_and_exported_and_whet_generate_goes_on_w
     sizes += ["train.steps=30", "train.batch_size=4", "train.seq_len=16", "train.lr=0.01", "train.warmup=1"]
     trained = invoke("train", "tiny-llama", *(word for size in sizes for word in ("--set", size)), "--name", "llama")
     assert trained.exit_code == 0, trained.output
-    sampled = invoke("sample", "runs/llama", "the cat", "--tokens", "24", "--temperature", "0")
+    sampled = invoke("sample", "runs/llama", "the cat", "--max-new-tokens", "24", "--temperature", "0")
     assert sampled.exit_code == 0 and sampled.output.startswith("the cat") and len(set(sampled.output)) > 3
     exported = invoke("export", "runs/llama", "out", "--json")
     assert exported.exit_code == 0, exported.output

@@ -315,7 +315,7 @@ def test_wrong_arguments_are_one_line(tmp_path, monkeypatch, words, reason):
 
 def test_one_arm_is_shown_and_said_to_be_alone(tmp_path):
     result = invoke("compare", write_run(tmp_path / "a"))
-    assert result.exit_code == 0 and "nothing to hold it against" in result.stdout and "against a" not in result.stdout
+    assert result.exit_code == 0 and "no other arm to compare it with" in result.stdout and "against a" not in result.stdout
 
 
 RUN_ALL = ["loss", "speed", "lr", "choices", "plan", "events", "recipe"]

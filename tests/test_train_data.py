@@ -186,7 +186,7 @@ def test_a_token_beyond_the_vocabulary_is_refused_by_name(tmp_path, monkeypatch)
 WRONG = {
     "few": (dict(batch=126), "1,000 train tokens make 125 sequences of 7 [+] 1, too few for a batch of 126"),
     "no-val": (dict(batch=8, split="val"), "50 val tokens make 6 sequences"),
-    "world": (dict(batch=6, world=4), "a batch of 6 sequences is not a multiple of 4 ranks"),
+    "world": (dict(batch=6, world=4), "6 sequences cannot be divided among 4 processes; set train.batch_size to a multiple"),
     "rank": (dict(batch=6, rank=2, world=2), "rank must be below world, got rank 2 of 2"),
     "split": (dict(batch=1, split="test"), "split must be train or val, got 'test'"),
 }

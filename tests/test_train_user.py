@@ -132,8 +132,11 @@ def test_what_a_run_cannot_do_here_is_said(shards, tmp_path, monkeypatch):  # no
     monkeypatch.chdir(tmp_path)
     Path("own.toml").write_text('[model]\nsize = "tiny"\n')
     given = [*SETTINGS, "--set", f"data.path={shards}", "--set", "train.precision=float32"]
-    result = invoke("train", "./own.toml", *given, "--set", "dist.mode=ddp", "--retune-every", "1")
+    plan = ["--set", "kernels.plan=CUDA graph"]
+    result = invoke("train", "./own.toml", *given, "--set", "dist.mode=ddp", "--retune-every", "1", *plan)
     assert result.exit_code == 0, result.output
+    assert "kernels.plan=CUDA graph does not serve here: it needs a GPU" in result.output
+    assert "as it is: no other plan is tried" in result.output
     assert "no GPU here, and the recipe has no table [cpu]: its own sizes: tiny, 3 steps" in result.output
     assert "kernels.retune_every does nothing here" in result.output and "dist.mode=ddp has one process here" in result.output
 

@@ -165,7 +165,7 @@ class CompiledStep:
         strange = next((type(x).__name__ for x in leaves if not isinstance(x, (torch.Tensor, *PLAIN))), "")
         unseen = f"the batch holds a {strange}, whose tensors are not seen" if strange else ""
         if not self.plans:
-            return ChosenStep(AS_IT_IS, "no other plan was asked for", {})
+            return ChosenStep(AS_IT_IS, "no other plan is tried", {})
         only = () if self.plans is True else tuple(self.plans)
         if not shared():
             return ChosenStep(AS_IT_IS, unseen, {}) if unseen else choose(work, self.seconds, self.compiled, only)

@@ -280,7 +280,7 @@ def choose_shared(
     unseen   why no plan can be tried with this process's batch, which those of the others need not share
     """
     if not compiled or only and not any(name.startswith(COMPILED.name) for name in only):
-        return ChosenStep(AS_IT_IS, NO_GRAPH if only else "no other plan was asked for", {})
+        return ChosenStep(AS_IT_IS, NO_GRAPH if only else "no other plan is tried", {})
     try:
         inner, ddp = unwrapped(work.model)
     except ValueError as e:

@@ -47,7 +47,7 @@ Allow = Annotated[str, typer.Option(
     help="A folder: what may change the precision: tf32, float32 products as TF32, on a GPU (default: nothing).",
 )]
 MaxMemory = Annotated[str | None, typer.Option(
-    metavar="SIZE", help="A step may take no more, 40GiB or 512MiB: blocks are checkpointed, plans leaner (default: no limit).",
+    metavar="SIZE", help="Memory limit of a step, 40GiB or 512MiB: blocks are checkpointed, leaner plans tried (default none).",
 )]
 StepPlans = Annotated[bool | None, typer.Option(
     "--plans/--no-plans", help="A folder: time the optimised step by each plan of compile_step (default: on a GPU).",
@@ -178,7 +178,7 @@ def refuse_other_options(
 ) -> None:
     """ValueError where an option was given that this kind of target does not have."""
     if not folder and given:
-        raise ValueError(f"optimize: {given[0]} is for a Hugging Face folder, and the target is none")
+        raise ValueError(f"optimize: {given[0]} is for a Hugging Face folder, which the target is not")
     if folder and against:
         raise ValueError("optimize: --against compares built-in models; `whet step` times a folder by every way")
     if folder and only:

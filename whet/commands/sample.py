@@ -10,9 +10,9 @@ from whet.commands._console import plain_errors
 def command(
     run: Annotated[str, typer.Argument(metavar="RUN", help="A run's folder, runs/NAME.")],
     text: Annotated[str, typer.Argument(metavar="TEXT", help="What the model goes on from (default: a new document).")] = "",
-    tokens: Annotated[int, typer.Option(min=1, help="Tokens to write.")] = 200,
+    tokens: Annotated[int, typer.Option("--tokens", "--max-new-tokens", min=1, help="Tokens to write.")] = 200,
     temperature: Annotated[float, typer.Option(min=0.0, help="0: the likeliest token each time.")] = 0.8,
-    top_k: Annotated[int, typer.Option(min=0, help="Among so many of the likeliest, 0: among all.")] = 50,
+    top_k: Annotated[int, typer.Option(min=0, help="Sample among this many of the likeliest tokens; 0: among all.")] = 50,
     seed: Annotated[int, typer.Option(help="Of the random numbers (default 0).")] = 0,
     checkpoint: Annotated[str, typer.Option(metavar="NAME", help="step-00000100 (default: the newest good one).")] = "",
     tokenizer: Annotated[str, typer.Option(help="bytes, gpt2 or a tokenizer.json (default: as beside the run's data).")] = "",

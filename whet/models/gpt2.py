@@ -309,7 +309,8 @@ def home(c: GPT2Config) -> str:
         odd = dict(norm=c.norm != "rms", bias=c.bias and c.qk_norm)
     odd |= dict(pattern=arch != "Qwen3" and any(c.windows), softcap=c.softcap is not None)
     if bad := [name for name, is_odd in odd.items() if is_odd]:
-        raise ValueError(f"gpt2: {bad[0]} {getattr(c, bad[0])!r} has no place in {arch}, the nearest that Transformers has")
+        nearest = f"{arch}, the nearest architecture in Transformers"
+        raise ValueError(f"gpt2: {bad[0]} {getattr(c, bad[0])!r} has no counterpart in {nearest}")
     return arch
 
 

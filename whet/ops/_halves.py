@@ -1,4 +1,4 @@
-"""float32 matrices as pairs of float16, and products of them on tensor cores that are as near as float32's own.
+"""float32 matrices as pairs of float16, and products of them on tensor cores that are as accurate as float32.
 
 A value is scaled by a power of two and split: hi is what float16 holds of it, lo what float16 holds of the rest, 22 bits in
 all; of values below 2^-17 of the largest that has their scale, 2^-39 of that one is left out. Three products, hi * hi, hi * lo

@@ -12,7 +12,7 @@ KERNEL_DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 MAX_N = 8192  # one program holds a whole row, and its sums over rows, in registers: at 16384 the backwards spill on sm_90
 RAGGED_N = 4096  # longer rows must be whole 16-byte loads: the addresses of single elements spill 96 to 164 bytes a thread
 ROW_LIMITS = (f"rows longer than {MAX_N}", f"rows longer than {RAGGED_N} that are no multiple of 16", "rows of no elements")
-TWICE_ROUNDED = "an out_dtype that holds what the result's own dtype does not"
+TWICE_ROUNDED = "an out_dtype with values that the result's own dtype cannot hold"
 
 
 def cdiv(a: int, b: int) -> int:

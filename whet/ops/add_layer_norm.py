@@ -33,7 +33,7 @@ from whet.values import families
 def reference(x, res, w, b=None, eps=1e-5, out_dtype=None):
     """h = x + res, rounded;  y = (h - mean(h)) * rsqrt(var(h) + eps) * w + b, wide inside.  b may be None.  Returns (y, h).
 
-    out_dtype     the dtype of y, h's where it is None: under autocast that of the product that y goes into
+    out_dtype     the dtype of y (None: that of h); under autocast, pass that of the product that reads y
     """
     h = x + res
     return layer_norm(h, w, b, eps, out_dtype), h

@@ -33,7 +33,7 @@ from whet.values import families
 def reference(x, res, w, eps=1e-6, out_dtype=None):
     """h = x + res, rounded;  y = h * rsqrt(mean(h^2) + eps) * w, over the last dimension, wide inside.  Returns (y, h).
 
-    out_dtype     the dtype of y, h's where it is None: under autocast that of the product that y goes into
+    out_dtype     the dtype of y (None: that of h); under autocast, pass that of the product that reads y
     """
     h = x + res
     return rms_norm(h, w, eps, out_dtype), h

@@ -32,7 +32,7 @@ from whet.values import families
 def reference(x, w, b=None, eps=1e-5, out_dtype=None):
     """y = (x - mean(x)) * rsqrt(var(x) + eps) * w + b, over the last dimension; computed wide, rounded once.  b may be None.
 
-    out_dtype     the dtype of y, x's where it is None: under autocast that of the product that y goes into
+    out_dtype     the dtype of y (None: that of x); under autocast, pass that of the product that reads y
     """
     wide = torch.promote_types(x.dtype, torch.float32)
     h = x.to(wide)

@@ -132,7 +132,7 @@ OP = Op(
         "triton": Impl(
             run_triton, refuses, needs="triton",
             limits=("dtypes other than fp32, and autocast", "2^31 elements of x or y"),
-            words="whet's own kernels: three products in float16 on tensor cores, as near as float32's",
+            words="whet's own kernels: three products in float16 on tensor cores, as accurate as float32",
         ),
     },
     dynamic=("M",),

@@ -32,7 +32,7 @@ from whet.values import families
 def reference(x, w, eps=1e-6, out_dtype=None):
     """y = x * rsqrt(mean(x^2) + eps) * w, over the last dimension; computed wide, rounded once.
 
-    out_dtype     the dtype of y, x's where it is None: under autocast that of the product that y goes into
+    out_dtype     the dtype of y (None: that of x); under autocast, pass that of the product that reads y
     """
     wide = torch.promote_types(x.dtype, torch.float32)
     h = x.to(wide)

@@ -143,7 +143,7 @@ def headline(c: dict) -> str:
     """The comparison in one sentence, or why there is none."""
     if len(c["arms"]) < 2:
         seeds = len(c["arms"][0]["runs"])
-        return f"One arm, {c['base']}, with {seeds} seed{'s' * (seeds > 1)}: there is nothing to hold it against."
+        return f"One arm, {c['base']}, with {seeds} seed{'s' * (seeds > 1)}: there is no other arm to compare it with."
     by_key = {m["key"]: m for m in c["measures"]}
     kinds = (("Losses", "loss"), ("Times", "time"))
     why = [f"{what} are not compared: {reason}" for what, key in kinds for reason in c["withheld"][key]]

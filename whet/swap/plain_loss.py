@@ -1,7 +1,8 @@
-"""Head and loss of a model that calls F.cross_entropy in its own forward: logits are None, where that is asked for."""
+"""Head and loss of a model that calls F.cross_entropy in its own forward. Returned logits are None where that is asked for."""
 
 import types
 from collections.abc import Iterator
+from dataclasses import replace
 
 import torch
 from torch import nn
@@ -67,4 +68,5 @@ def find(model: nn.Module, met: dict[str, Met]) -> Iterator[Site | Left]:
             covers=covered_biases(path, module, heads),
             unasked="its forward does more with the logits than hand them to a loss that linear_cross_entropy computes",
         )
-        yield Site(**(vars(site) | {"compares": outputs_left(site, met[path])}))
+        left, whole = outputs_left(site, met[path]), outputs_left(replace(site, edits=lambda module, ops: []), met[path])
+        yield replace(site, compares=left, drops="asked" if left != whole else "unless kept")

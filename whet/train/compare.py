@@ -263,13 +263,13 @@ def notes(arms: Sequence[Arm], target: float | None) -> list[str]:
         if keys := list(changed([[unseeded(r) for r in arm.runs]])):
             found.append(f"{arm.name}: its runs differ in more than the seed: {', '.join(keys[:5])}")
         if keys := list(changed([[beside(r) for r in arm.runs]])):
-            found.append(f"{arm.name}: its runs differ beside the recipe: {', '.join(keys)}")
+            found.append(f"{arm.name}: its runs differ outside the recipe: {', '.join(keys)}")
         if len({r.steps[-1].step for r in arm.runs}) > 1:
             found.append(f"{arm.name}: its runs ended at different steps; the fewest are shown")
         found += [f"{r.name}: lines of its log that cannot be read, left out: {r.damaged}" for r in arm.runs if r.damaged]
         found += [f"{r.name}: {e.text}" for r in arm.runs for e in r.events if e.what == "stop"]
         early = [r.name for r in arm.runs if target is not None and r.vals and (r.vals[0].loss or target + 1) <= target]
-        found += [f"{name} had the target at its first evaluation: it may have been earlier" for name in early]
+        found += [f"{name} was at the target loss by its first evaluation, and may have reached it earlier" for name in early]
     if len(arms) > 2:
         others = f"with {len(arms) - 1} of them one may seem to differ by chance"
         found.append(f"every interval holds with {CONFIDENCE:.0%} for itself: {others}")

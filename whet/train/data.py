@@ -198,8 +198,8 @@ class Loader:
         if not 0 <= rank < world:
             raise ValueError(f"data: rank must be below world, got rank {rank} of {world}")
         if batch % world:
-            fix = "set train.batch_size to one"
-            raise ValueError(f"data: a batch of {batch} sequences is not a multiple of {world} ranks; {fix}")
+            fix = f"set train.batch_size to a multiple of {world}"
+            raise ValueError(f"data: a batch of {batch} sequences cannot be divided among {world} processes; {fix}")
         self.shards, self.batch, self.seq_len, self.rank, self.world = shards, batch, seq_len, rank, world
         self.seed, self.split, self.pin = seed, split, torch.cuda.is_available() if pin is None else pin
         self.sequences = shards.sequences(split, seq_len)

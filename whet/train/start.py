@@ -242,6 +242,8 @@ def changed_since(before: dict, recipe: dict) -> str:
 def plans_of(run: Training) -> bool | tuple[str, ...]:
     """What compile_step is to try."""
     plan = run.recipe.kernels.plan
+    if run.device != "cuda" and plan not in ("auto", AS_IT_IS.name):
+        run.log.say(f"kernels.plan={plan} does not serve here: it needs a GPU; the step runs as it is")
     if run.device != "cuda" or plan == AS_IT_IS.name:
         return False
     return True if plan == "auto" else (plan,)

@@ -100,7 +100,8 @@ class TaskLoader:
             wanted = f"of {points:,} points, {source.context:,} of them context"
             raise ValueError(f"tasks: a batch needs a task or more, and a task context and targets; got {batch} tasks {wanted}")
         if not 0 <= rank < world or batch % world:
-            raise ValueError(f"tasks: a batch of {batch} tasks is not a multiple of {world} ranks; set train.batch_size to one")
+            fix = f"set train.batch_size to a multiple of {world}"
+            raise ValueError(f"tasks: a batch of {batch} tasks cannot be divided among {world} processes; {fix}")
         self.source, self.batch, self.points, self.rank, self.world = source, batch, points, rank, world
         self.seed, self.split = seed, split
         self.position = 0  # tasks that all ranks have drawn

@@ -330,7 +330,7 @@ IMPLS = {
     ),
     "triton_float32": Impl(
         runner(IN_HALVES, tiled=False), float32_refuses, needs="triton",
-        words="whet's own kernel, float32 products by pairs of halves",
+        words="whet's own kernel, each float32 value split into two float16",
         limits=("precision='fp8'", "dtypes other than fp32", f"head sizes over {float32.MAX_D}", *LIMITS[2:]),
         spills="at head sizes over 64 the sum of dk beside a tile's products takes a few bytes more than there are",
     ),
