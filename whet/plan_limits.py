@@ -127,13 +127,17 @@ class Limit:
         """
         if plan.compiled or self.fits(plan, choices):
             return []
-        again = self._computed_again(plan, choices, blocks) if self.peak(plan, choices) is not None else []
-        if choices is None or plan.choices != "tuned":
+        mode, device, tuned = "graph" if self.graphs else "eager", self.memory.device, plan.choices == "tuned"
+        base, used = plan, choices
+        if used is not None and tuned and (known := told(entries, used.table, mode, device)) != used.table:
+            used = Choices(known, used.default)
+            base = self._leaner(plan, used)
+            if self.fits(base, used):
+                return [base]
+        again = self._computed_again(base, used, blocks)
+        if used is None or not tuned:
             return again
-        mode, device = "graph" if self.graphs else "eager", self.memory.device
-        known = told(entries, choices.table, mode, device)
-        tables = [*([known] if known != choices.table else []), *steps_down(known, leaner(entries, known, mode, device))]
-        made = [Choices(t, choices.default) for t in tables]
+        made = [Choices(t, used.default) for t in steps_down(used.table, leaner(entries, used.table, mode, device))]
         if not made:
             return again
         least = fewest(len(made), lambda k: self.fits(replace(plan, name=f"{plan.name}, leaner", choices=""), made[k - 1]))
@@ -159,7 +163,8 @@ class Limit:
         """Whether a plan that was to keep to the limit took more after all; predictions then aim as much lower."""
         known = [(r.peak_mb * 1e6, r.predicted_mb * 1e6) for r in results if r.peak_mb and r.predicted_mb]
         factors = [peak / predicted for peak, predicted in known if peak > self.most and predicted <= self.aim * self.most]
-        self.aim = AIM / max(factors, default=AIM / self.aim)
+        if factors:
+            self.aim = AIM / max(factors)
         return bool(factors)
 
     def refuse_in_vain(self, name: str, blocks: int) -> None:
