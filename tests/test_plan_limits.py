@@ -197,16 +197,20 @@ def test_where_what_took_less_is_wrong_it_is_not_said_that_none_takes_as_little(
     found = results({BEFORE: 3000.0, "eager": 2000.0, "eager, leaner": 900.0})
     found["eager, leaner"].lost("the gradient of w is off")
     limit = Limit(10**9, Shapes(), "float32", False)
-    with pytest.raises(ValueError, match="takes is 1.86 GiB: eager; eager, leaner did not pass: the gradient of w is off$"):
+    with pytest.raises(ValueError, match="takes is 1.86 GiB: eager; eager, leaner: the gradient of w is off$"):
         fastest([heat({BEFORE: 10.0, "eager": 5.0})], found, limit, "mine")
+    unknown = results({BEFORE: 3000.0, "torch.compile": None})
+    with pytest.raises(ValueError, match=r"2.79 GiB: before: plain eager; torch\.compile: its memory is not known here$"):
+        fastest([heat({BEFORE: 10.0, "torch.compile": 5.0})], unknown, limit, "mine")
 
 
 def test_without_a_gpu_a_model_that_cannot_be_predicted_is_refused_before_its_plans_run():
     class Nothing(Shapes):
         def of(self, plan, choices, precision):
-            self.notes[:] = ["memory is not predicted: it looks at values"]
+            self.notes[:] = ["swapped: nothing", "memory is not predicted: it looks at values"]
 
-    with pytest.raises(ValueError, match="mine: what plans take is not known without a GPU: .* it looks at values$"):
+    why = "mine: what plans take is not known without a GPU: memory is not predicted: it looks at values$"
+    with pytest.raises(ValueError, match=why):
         within([], given(), Limit(GIB, Nothing(), "float32", False), lambda plan: None, {})
 
 

@@ -173,7 +173,8 @@ class Limit:
         Also where neither it nor a GPU says what any plan takes.
         """
         if self.least is None and self.memory.device != "cuda":
-            raise ValueError(f"optimize: {name}: what plans take is not known without a GPU: {'; '.join(self.memory.notes)}")
+            why = "; ".join(note for note in self.memory.notes if note.startswith("memory is not predicted"))
+            raise ValueError(f"optimize: {name}: what plans take is not known without a GPU: {why}")
         if blocks and self.least and self.least[0] * (1 - WITHIN) > self.most:
             raise ValueError(self.nothing(name, self.least[0], f"{self.least[1]}, by prediction"))
 
@@ -210,7 +211,7 @@ def fastest(heats: Sequence[Race], results: Mapping[str, PlanResult], limit: Lim
     if limit and not found:
         known = [((r.peak_mb or r.predicted_mb or 0.0) * 1e6, n) for n, r in results.items()]
         least, plan = min((one for one in known if one[0] > limit.most), default=limit.least or (0, BEFORE))
-        lost = "".join(f"; {n} did not pass: {results[n].why}" for size, n in known if 0 < size <= limit.most)
+        lost = "".join(f"; {n}: {results[n].why}" for size, n in known if size <= limit.most)
         raise ValueError(limit.nothing(name, int(least), plan) + lost)
     best = min(found, key=lambda n: found[n].value)
     chosen = decide(list(found), best, lambda a, b: through(found[a], found[b]), BEFORE if BEFORE in found else None)

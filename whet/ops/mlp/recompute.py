@@ -33,8 +33,9 @@ def inside(x, up, down, gate, *rest) -> int:
     return values if gate is None else values + max(0, (up.shape[0] - down.shape[0]) * values // up.shape[0])
 
 
-def inside_backward(dy, x, up, down, gate, activation, *need) -> int:
-    return hybrid.inside_gradients(dy, x.shape[-1], up.shape[0], gate is not None, *need, over=True)
+def inside_backward(dy, x, up, down, gate, activation, need_dx, need_dup, need_ddown) -> int:
+    need = need_dx, need_dup, need_ddown
+    return hybrid.inside_gradients(dy, x.shape[-1], up.shape[0], gate is not None, *need, True)
 
 
 def kept(args, results):
