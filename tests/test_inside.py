@@ -1,5 +1,6 @@
 """What float32 by halves is said to allocate inside an op is what its launchers allocate: kernels are not launched here."""
 
+import itertools
 import sys
 
 import pytest
@@ -7,6 +8,7 @@ import torch
 
 from whet.op import discover
 from whet.ops.attention import launch
+from whet.ops.mlp import hybrid, recompute
 from whet.plan_memory import StorageBytes
 
 discover()
@@ -68,6 +70,18 @@ def test_ends_of_mlps(M, K, N, need):
     for op, given in ((gated.FUSED, (x, up)), (gated.PACKED, (packed,)), (activated.FUSED, (x,))):
         check(op.forward, op.inside, *given, w, "gelu", *need)
         check(op.backward, op.bwd_inside, dy, *given, asked(w, need[0]), "gelu", *need)
+
+
+@pytest.mark.parametrize("asked_for", sorted(itertools.product((False, True), repeat=3))[1:], ids=str)
+@pytest.mark.parametrize("gated", [False, True], ids=["plain", "gated"])
+def test_whole_mlps(gated, asked_for):
+    (x, up, down, gate, dy), none = made((1024, 96), (2048, 96), (160, 2048), (2048, 96), (1024, 160)), torch.empty(0)
+    gate, pre = gate if gated else None, torch.empty(1024, 2048)
+    for ours in (hybrid, recompute):
+        check(ours.forward, ours.inside, x, up, down, gate, "silu", *asked_for)
+    check(recompute.backward, recompute.inside_backward, dy, x, up, down, gate, "silu", *asked_for)
+    given = dy, x, up, down, gate, pre, torch.empty(1024, 2048) if gated else none, gated, 96, "silu"
+    check(hybrid.backward, hybrid.inside_backward, *given, *asked_for)
 
 
 @NEEDS

@@ -13,7 +13,7 @@ from whet.measure import Race
 from whet.models import find, recipe_of
 from whet.op import Call
 from whet.plan import BEFORE, Plan, PlanResult, graphed
-from whet.plan_limits import AIM, Leaner, Limit, fastest, kept_bytes, leaner, steps_down, within
+from whet.plan_limits import AIM, Leaner, Limit, fastest, kept_bytes, leaner, rounds, steps_down, told, within
 from whet.plan_memory import PlanMemory, PredictedMemory
 from whet.plans import Trial
 from whet.race import TIED, race_outcome, timing
@@ -132,6 +132,86 @@ def test_a_leaner_plan_belongs_to_the_one_that_only_may_name(name):
     lean = Plan(f"{plan.name}, leaner, 2 of 4 blocks computed again", "tuned", "lean", blocks=2)
     assert (graphed(lean) if name.endswith(" + CUDA graph") else lean).base == name
     assert plan.base == plan.name
+
+
+COMPILED = {"compile": 0.5, "hybrid": 1.0, "hybrid_recompute": 1.3, "torch": 1.1}
+
+
+def test_where_torch_compile_serves_a_call_the_fastest_that_can_be_told_takes_its_place():
+    class Unknown(Shapes):
+        def of(self, plan, choices, precision):
+            return None if "compile" in choices.table.values() else super().of(plan, choices, precision)
+
+    def plans(most):
+        limit = Limit(int(most * GIB), Unknown(), "float32", False)
+        found = limit.plans(TUNED, Choices({MLP.key: "compile"}), entry(MLP, "compile", COMPILED), 4)
+        return [(p.name, limit.choices[p.choices].table[MLP.key], p.blocks) for p in found]
+
+    assert plans(11.0) == [("eager + choices, leaner", "hybrid", 0)]
+    again = "of 4 blocks computed again"
+    assert plans(9.0) == [
+        (f"eager + choices, leaner, 2 {again}", "hybrid", 2), ("eager + choices, leaner still", "hybrid_recompute", 0),
+    ]
+    assert plans(7.0) == [
+        (f"eager + choices, leaner, 4 {again}", "hybrid", 4),
+        (f"eager + choices, leaner still, 2 {again}", "hybrid_recompute", 2),
+    ]
+    assert plans(1.0) == []
+
+
+def test_a_candidate_that_torch_compile_does_not_serve_keeps_its_place():
+    known = told(entry(MLP, "hybrid", COMPILED), {MLP.key: "hybrid", "another": "compile"}, "eager", "cpu")
+    assert known == {MLP.key: "hybrid", "another": "compile"}, "of another nothing was timed"
+
+
+def test_what_a_cuda_graph_takes_is_that_of_the_choices_made_for_one():
+    """Launched from Python another impl may be the fastest, which keeps less or more."""
+    tables = {"eager": Choices({MLP.key: "hybrid_recompute"}), "graph": Choices({MLP.key: "hybrid"})}
+    limit = Limit(10 * GIB, Shapes(), "float32", True)
+    entries = entry(MLP, "hybrid", COMPILED, mode="graph")
+    found = within([TUNED], gpt(), limit, lambda plan: tables[plan.mode], entries)
+    assert [(p.name, p.blocks) for p in found[1:]] == [
+        ("eager + choices, 2 of 4 blocks computed again", 2), ("eager + choices, leaner", 0),
+    ]
+
+
+def test_where_plans_took_more_than_predicted_leaner_ones_still_are_tried():
+    limit, subject = Limit(9 * GIB, Shapes(), "float32", False), gpt()
+    found, tried = dict[str, PlanResult](), []
+    for plans in rounds([Plan("eager", "stock", "stock")], subject, limit, lambda plan: Choices(), {}, found):
+        for plan in plans:
+            mb = (10 - plan.blocks) * GIB / 1e6
+            found[plan.name] = PlanResult(plan, ok=True, predicted_mb=mb, peak_mb=1.2 * mb)
+        tried.append([p.blocks for p in plans])
+    assert tried == [[0, 2], [3]], "7 GiB by prediction are 8.4"
+    assert not limit.missed(found.values())
+
+
+def test_other_leaner_choices_of_a_later_round_have_another_name():
+    limit = Limit(9 * GIB, Shapes(), "float32", False)
+    names = [limit._leaner(TUNED, Choices({MLP.key: impl})).name for impl in ("hybrid", "triton", "hybrid")]
+    assert names == ["eager + choices, leaner", "eager + choices, leaner still", "eager + choices, leaner"]
+
+
+def test_where_what_took_less_is_wrong_it_is_not_said_that_none_takes_as_little():
+    found = results({BEFORE: 3000.0, "eager": 2000.0, "eager, leaner": 900.0})
+    found["eager, leaner"].lost("the gradient of w is off")
+    limit = Limit(10**9, Shapes(), "float32", False)
+    with pytest.raises(ValueError, match="takes is 1.86 GiB: eager; eager, leaner: the gradient of w is off$"):
+        fastest([heat({BEFORE: 10.0, "eager": 5.0})], found, limit, "mine")
+    unknown = results({BEFORE: 3000.0, "torch.compile": None})
+    with pytest.raises(ValueError, match=r"2.79 GiB: before: plain eager; torch\.compile: its memory is not known here$"):
+        fastest([heat({BEFORE: 10.0, "torch.compile": 5.0})], unknown, limit, "mine")
+
+
+def test_without_a_gpu_a_model_that_cannot_be_predicted_is_refused_before_its_plans_run():
+    class Nothing(Shapes):
+        def of(self, plan, choices, precision):
+            self.notes[:] = ["swapped: nothing", "memory is not predicted: it looks at values"]
+
+    why = "mine: what plans take is not known without a GPU: memory is not predicted: it looks at values$"
+    with pytest.raises(ValueError, match=why):
+        within([], given(), Limit(GIB, Nothing(), "float32", False), lambda plan: None, {})
 
 
 def results(mb: dict[str, float | None]) -> dict[str, PlanResult]:

@@ -291,3 +291,11 @@ def test_the_calls_of_a_forward_are_recorded():
     for call, n in subject_of("transformer-np:tiny").calls("float32"):
         counted[call.op] += n
     assert counted == dict(rms_norm=1, add_rms_norm=4, attention=2, linear=6, mlp=2, grouped_mlp=1, gmm_log_prob=1)
+
+
+def test_targets_that_ask_for_a_gradient_get_it_also_of_many_rows(device, monkeypatch):
+    model, data = built(SMALL, "tuned", weights(SMALL), device), batch(SMALL, RECIPE, device)
+    aims = data["targets"].requires_grad_()
+    (expected,) = torch.autograd.grad(model(**data), aims)
+    monkeypatch.setattr(_chunked, "CHUNK_BYTES", 1)
+    torch.testing.assert_close(torch.autograd.grad(model(**data), aims)[0], expected)

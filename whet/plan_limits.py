@@ -3,7 +3,7 @@
 Which of them is fastest is measured as it is of all plans; prediction only says which are worth building.
 """
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 import torch
@@ -19,6 +19,7 @@ from whet.subjects import Subject
 from whet.swap._memory import fewest, gib
 
 AIM = 0.97  # of the limit, by prediction: a plan that is a little larger than predicted still fits
+ROUNDS = 3  # of plans, each after those before it were measured
 
 
 @dataclass(frozen=True)
@@ -48,20 +49,37 @@ def kept_bytes(call: Call, name: str, device: str) -> int | None:
         return None
 
 
+def _timed(entries: Mapping[str, dict], key: str, mode: str) -> tuple[dict[str, float], Call]:
+    """The verified candidates of a call with their times; none of a call that the lock does not have."""
+    entry = entries.get(f"{key} @ {mode}", {})
+    timed = {n: c["ms"] for n, c in entry.get("candidates", {}).items() if c["ok"] and c.get("ms")}
+    return (timed, Call(**entry["call"])) if entry.get("call") else ({}, Call("", {}, "", False))
+
+
 def leaner(entries: Mapping[str, dict], table: Mapping[str, str], mode: str, device: str) -> list[Leaner]:
     """The candidates that keep less than what a table has chosen, the cheapest byte first."""
     found = []
     for key, chosen in table.items():
-        entry = entries.get(f"{key} @ {mode}", {"candidates": {}})
-        timed = {n: c["ms"] for n, c in entry["candidates"].items() if c["ok"] and c.get("ms")}
-        if not (entry.get("call") or {}).get("grad") or chosen not in timed:
+        timed, call = _timed(entries, key, mode)
+        if not call.grad or chosen not in timed:
             continue
-        call, count = Call(**entry["call"]), entry.get("count", 1)
+        count = entries[f"{key} @ {mode}"].get("count", 1)
         kept = {n: size for n in timed if (size := kept_bytes(call, n, device)) is not None}
         for name, size in kept.items():
             if (saved := kept.get(chosen, 0) - size) > 0:
                 found.append(Leaner(key, name, count * saved, count * (timed[name] - timed[chosen])))
     return sorted(found, key=lambda one: (one.ms / one.saved, -one.saved))
+
+
+def told(entries: Mapping[str, dict], table: Mapping[str, str], mode: str, device: str) -> dict[str, str]:
+    """The table, with the fastest candidate whose memory can be told in the place of one whose cannot, as torch.compile's."""
+    made = dict(table)
+    for key, chosen in table.items():
+        timed, call = _timed(entries, key, mode)
+        if chosen in timed and kept_bytes(call, chosen, device) is None:
+            by_time = sorted(timed, key=timed.__getitem__)
+            made[key] = next((n for n in by_time if kept_bytes(call, n, device) is not None), chosen)
+    return made
 
 
 def steps_down(table: Mapping[str, str], found: Sequence[Leaner]) -> Iterator[dict[str, str]]:
@@ -77,8 +95,9 @@ def steps_down(table: Mapping[str, str], found: Sequence[Leaner]) -> Iterator[di
 class Limit:
     """The most memory that a plan may take, and what was found of plans that keep to it.
 
-    choices   of the plans that it adds, by what they call their choices
+    choices   those that plans have, by what they call them, also of the plans that it adds
     least     bytes of the leanest of them, by prediction
+    aim       of the limit, what a prediction may come to
     """
 
     most: int
@@ -87,6 +106,7 @@ class Limit:
     graphs: bool
     choices: dict[str, Choices] = field(default_factory=dict)
     least: tuple[int, str] | None = None
+    aim: float = AIM
 
     def peak(self, plan: Plan, choices: Choices | None) -> int | None:
         """As a CUDA graph where there is a GPU, which takes a little more."""
@@ -97,7 +117,7 @@ class Limit:
 
     def fits(self, plan: Plan, choices: Choices | None) -> bool:
         peak = self.peak(plan, choices)
-        return peak is not None and peak <= AIM * self.most
+        return peak is not None and peak <= self.aim * self.most
 
     def plans(self, plan: Plan, choices: Choices | None, entries: Mapping[str, dict], blocks: int) -> list[Plan]:
         """Beside a plan that takes too much: leaner choices, as few blocks computed again as need be, or both.
@@ -105,21 +125,31 @@ class Limit:
         entries   of the lock, of the calls that were tuned
         blocks    that the model has
         """
-        if plan.compiled or self.peak(plan, choices) is None or self.fits(plan, choices):
+        if plan.compiled or self.fits(plan, choices):
             return []
-        again = self._computed_again(plan, choices, blocks)
-        if choices is None or plan.choices != "tuned":
+        mode, device, tuned = "graph" if self.graphs else "eager", self.memory.device, plan.choices == "tuned"
+        base, used = plan, choices
+        if used is not None and tuned and (known := told(entries, used.table, mode, device)) != used.table:
+            used = Choices(known, used.default)
+            base = self._leaner(plan, used)
+            if self.fits(base, used):
+                return [base]
+        again = self._computed_again(base, used, blocks)
+        if used is None or not tuned:
             return again
-        mode = "graph" if self.graphs else "eager"
-        made = [Choices(t, choices.default) for t in steps_down(
-            choices.table, leaner(entries, choices.table, mode, self.memory.device)
-        )]
+        made = [Choices(t, used.default) for t in steps_down(used.table, leaner(entries, used.table, mode, device))]
         if not made:
             return again
-        lean = replace(plan, name=f"{plan.name}, leaner", choices=f"{plan.variant}, leaner")
-        least = fewest(len(made), lambda k: self.fits(lean, made[k - 1]))
-        self.choices[lean.choices] = made[(least or len(made)) - 1]
+        least = fewest(len(made), lambda k: self.fits(replace(plan, name=f"{plan.name}, leaner", choices=""), made[k - 1]))
+        lean = self._leaner(plan, made[(least or len(made)) - 1])
         return [*again, *([lean] if least else self._computed_again(lean, self.choices[lean.choices], blocks))]
+
+    def _leaner(self, plan: Plan, choices: Choices) -> Plan:
+        """The plan with these choices, which it calls what no other choices are called."""
+        word = "leaner"
+        while self.choices.setdefault(f"{plan.variant}, {word}", choices).table != choices.table:
+            word += " still"
+        return replace(plan, name=f"{plan.name}, {word}", choices=f"{plan.variant}, {word}")
 
     def _computed_again(self, plan: Plan, choices: Choices | None, blocks: int) -> list[Plan]:
         """The plan with as few blocks computed again as need be; none where all are not enough."""
@@ -129,8 +159,22 @@ class Limit:
         count = fewest(blocks, lambda k: self.fits(with_blocks(k), choices)) if blocks else None
         return [with_blocks(count)] if count else []
 
+    def missed(self, results: Iterable[PlanResult]) -> bool:
+        """Whether a plan that was to keep to the limit took more after all; predictions then aim as much lower."""
+        known = [(r.peak_mb * 1e6, r.predicted_mb * 1e6) for r in results if r.peak_mb and r.predicted_mb]
+        factors = [peak / predicted for peak, predicted in known if peak > self.most and predicted <= self.aim * self.most]
+        if factors:
+            self.aim = AIM / max(factors)
+        return bool(factors)
+
     def refuse_in_vain(self, name: str, blocks: int) -> None:
-        """ValueError, with the figures, where prediction says that even all of it together cannot keep to the limit."""
+        """ValueError, with the figures, where prediction says that even all of it together cannot keep to the limit.
+
+        Also where neither it nor a GPU says what any plan takes.
+        """
+        if self.least is None and self.memory.device != "cuda":
+            why = "; ".join(note for note in self.memory.notes if note.startswith("memory is not predicted"))
+            raise ValueError(f"optimize: {name}: what plans take is not known without a GPU: {why}")
         if blocks and self.least and self.least[0] * (1 - WITHIN) > self.most:
             raise ValueError(self.nothing(name, self.least[0], f"{self.least[1]}, by prediction"))
 
@@ -165,13 +209,31 @@ def fastest(heats: Sequence[Race], results: Mapping[str, PlanResult], limit: Lim
             return heats[0].outcome
     found = {n: paired(ms, h.times[BEFORE]) for h in heats for n, ms in h.times.items() if not over.get(n) and results[n].ok}
     if limit and not found:
-        known = [(r.peak_mb or r.predicted_mb or 0.0, n) for n, r in results.items() if r.peak_mb or r.predicted_mb]
-        least, plan = min(known, default=(0.0, BEFORE))
-        raise ValueError(limit.nothing(name, int(least * 1e6), plan))
+        known = [((r.peak_mb or r.predicted_mb or 0.0) * 1e6, n) for n, r in results.items()]
+        least, plan = min((one for one in known if one[0] > limit.most), default=limit.least or (0, BEFORE))
+        lost = "".join(f"; {n}: {results[n].why}" for size, n in known if size <= limit.most)
+        raise ValueError(limit.nothing(name, int(least), plan) + lost)
     best = min(found, key=lambda n: found[n].value)
     chosen = decide(list(found), best, lambda a, b: through(found[a], found[b]), BEFORE if BEFORE in found else None)
     groups = f"; raced in {len(heats)} groups, since memory does not hold all plans at once" if len(heats) > 1 else ""
     return replace(chosen, why=f"{chosen.why}{f', of those within {gib(limit.most)}' if limit else ''}{groups}")
+
+
+def rounds(
+    todo: Sequence[Plan], subject: Subject, limit: Limit | None, choices_of: Callable[[Plan], Choices | None],
+    entries: Mapping[str, dict], results: Mapping[str, PlanResult],
+) -> Iterator[Sequence[Plan]]:
+    """The plans to try; under a limit leaner ones still, where the results say that they took more than was predicted."""
+    if limit is None:
+        yield todo
+        return
+    tried: set[str] = set()
+    for _ in range(ROUNDS):
+        found = [p for p in within(todo, subject, limit, choices_of, entries) if p.name not in tried]
+        tried |= {p.name for p in found}
+        yield found
+        if not limit.missed(results.values()):
+            return
 
 
 def within(
@@ -185,6 +247,8 @@ def within(
     before, blocks = subject.before(), len(subject.blocks)
     own = [replace(before, name="eager")] if before.choices == "own" else []
     found = [p for plan in own for p in limit.plans(plan, None, entries, blocks)]
-    found += [p for plan in todo for p in (plan, *limit.plans(plan, choices_of(plan), entries, blocks))]
+    for plan in todo:
+        used = choices_of(graphed(plan) if limit.graphs and not plan.graph else plan)
+        found += [plan, *limit.plans(plan, used, entries, blocks)]
     limit.refuse_in_vain(subject.name, blocks)
     return list({p.name: p for p in found}.values())

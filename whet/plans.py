@@ -8,7 +8,7 @@ each other and the plain eager model in turns, so that every speed-up is a ratio
 import gc
 import math
 import sys
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import asdict, replace
 
 import torch
@@ -22,7 +22,7 @@ from whet.machine import commit
 from whet.measure import Race, free_memory, memory_allocated, now, race
 from whet.op import Call
 from whet.plan import BEFORE, Plan, PlanResult, asked_plans, graphed, peak_memory
-from whet.plan_limits import Limit, fastest, within
+from whet.plan_limits import Limit, fastest, rounds
 from whet.plan_memory import PlanMemory, lacking
 from whet.race import Outcome, leanest, paired
 from whet.subjects import BuiltIn, Subject, subject_of
@@ -166,7 +166,7 @@ class Trial:
         result.predicted_mb = round(found.peak / 1e6, 1) if found is not None else None
         return lacking(found, free_bytes(torch.device(self.subject.device)))
 
-    def run_all(self, todo: list[Plan], progress: Callable[[str, int, int], None]) -> None:
+    def run_all(self, todo: Sequence[Plan], progress: Callable[[str, int, int], None]) -> None:
         for i, plan in enumerate(todo):
             progress(f"plan: {plan.name}", i, len(todo) + 1)
             self.run(plan)
@@ -349,11 +349,9 @@ def best_plan(
         trial.prepare_early(todo)  # while children verify candidates
         tuned = tuning.finish(seconds=0.1)
     trial.choices, after = tuned.choices, now()
-    if max_memory:
-        trial.limit = Limit(max_memory, memory, precision, trial.graphs)
-        todo = within(todo, subject, trial.limit, trial.choices_of, tuned.entries)
-        trial.choices |= trial.limit.choices
-    trial.run_all(todo, progress)
+    trial.limit = Limit(max_memory, memory, precision, trial.graphs, trial.choices) if max_memory else None
+    for plans in rounds(todo, subject, trial.limit, trial.choices_of, tuned.entries, trial.results):
+        trial.run_all(plans, progress)
     result = conclude(key, trial, calls)
     if rival:
         progress(f"{against} beside {result['chosen']}", len(todo), len(todo) + 1)

@@ -56,8 +56,10 @@ def chunked_mean(loss_of: Callable, x, targets, weights: Sequence[torch.Tensor],
     """The mean of a loss over the rows of x (..., D) and targets (...).
 
     loss_of   loss_of(rows of x, their targets) is the mean over these, and differentiable by x and the weights alone
-    count     into so many chunks rows are cut; 1, without gradients, and under torch.compile, all are one
+    count     into so many chunks rows are cut; all are one where it is 1, without gradients, under torch.compile, and where
+              targets ask for a gradient, which chunks do not give
     """
-    if count == 1 or torch.compiler.is_compiling() or not torch.is_grad_enabled() or not any(map(_is_asked, (x, *weights))):
+    whole = count == 1 or torch.compiler.is_compiling() or not torch.is_grad_enabled() or targets.requires_grad
+    if whole or not any(map(_is_asked, (x, *weights))):
         return loss_of(x, targets)
     return _ChunkedMean.apply(loss_of, count, x.flatten(0, -2), targets.flatten(), *weights)

@@ -52,12 +52,13 @@ def inside_end(x: torch.Tensor, M: int, N: int, D: int) -> int:
     return M * N * x.element_size() + (_halves.bytes_of(M, D, N) if by_halves(x) else 0)
 
 
-def inside_end_backward(dy: torch.Tensor, M: int, N: int, D: int, given: int, need_dw: bool) -> int:
+def inside_end_backward(dy: torch.Tensor, M: int, N: int, D: int, given: int, need_dw: bool, over: bool = False) -> int:
     """Backward: the gradient of what is activated; by halves the rest is let go before the gradients of what was given come.
 
     given   M * N times so many values; 0 where no gradient of them is asked for
+    over    the gradients are written over them, and take nothing
     """
     if not by_halves(dy):
         return M * N * dy.element_size()
     back, across = _halves.bytes_of_back(M, D, N) if given else 0, _halves.bytes_of_across(M, D, N) if need_dw else 0
-    return 4 * M * N + max(0, max(back, across) - 4 * given * M * N)
+    return 4 * M * N + max(0, max(back, across) - (0 if over else 4 * given * M * N))

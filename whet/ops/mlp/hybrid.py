@@ -4,7 +4,7 @@ import torch.nn.functional as F
 
 from whet.op import autocast_of, rows
 from whet.ops import activated_linear, gated_linear
-from whet.ops._products import inside_end, inside_end_backward
+from whet.ops._products import inside_end_backward
 from whet.ops._rows import KERNEL_DTYPES
 from whet.torch_ops import Fused, may_ask
 
@@ -49,15 +49,21 @@ def fakes(dy, D, H, gated, need_dx, need_dup, need_ddown):
     return dx, dup, dy.new_empty((dy.shape[-1], H) if need_ddown else 0), dgate
 
 
-def inside_gradients(dy, D, H, gated, need_dx, need_dup, need_ddown) -> int:
-    """Bytes that `gradients` takes besides: of the pre-activations, and until dx and dup come of the hidden values."""
-    M, many = dy.numel() // max(1, dy.shape[-1]), (2 if gated else 1) * (need_dx or need_dup)
+def inside_gradients(dy, D, H, gated, need_dx, need_dup, need_ddown, over=False) -> int:
+    """Bytes that `gradients` takes besides: of the pre-activations, and until dx and dup come of the hidden values.
+
+    over: the pre-activations themselves too, which were made for it.
+    """
+    M, parts = dy.numel() // max(1, dy.shape[-1]), 2 if gated else 1
+    many = parts * (need_dx or need_dup)
     later = (M * D * need_dx + many * H * D * need_dup) * dy.element_size()
-    return many * M * H * dy.element_size() + max(0, inside_end_backward(dy, M, H, dy.shape[-1], many, need_ddown) - later)
+    end = inside_end_backward(dy, M, H, dy.shape[-1], many, need_ddown, over)
+    return (parts if over else many) * M * H * dy.element_size() + max(0, end - later)
 
 
 def inside(x, up, down, *rest) -> int:
-    return inside_end(x, x.numel() // max(1, x.shape[-1]), up.shape[0], down.shape[0])
+    """Bytes besides, forward: the hidden values. All products are PyTorch's there, also in float32."""
+    return x.numel() // max(1, x.shape[-1]) * up.shape[0] * x.element_size()
 
 
 def inside_backward(dy, x, up, down, gate, pre, pre_gate, gated, D, activation, *need) -> int:

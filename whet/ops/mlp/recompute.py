@@ -4,7 +4,6 @@ import torch.nn.functional as F
 
 from whet.op import rows
 from whet.ops import _gated, activated_linear
-from whet.ops._products import inside_end
 from whet.ops.mlp import hybrid
 from whet.torch_ops import Fused
 
@@ -30,13 +29,13 @@ def bwd_fake(dy, x, up, down, gate, activation, *need):
 
 def inside(x, up, down, gate, *rest) -> int:
     """Bytes besides, forward: the pre-activations, the gate's until y comes."""
-    M = x.numel() // max(1, x.shape[-1])
-    values = inside_end(x, M, up.shape[0], down.shape[0])
-    return values if gate is None else values + max(0, (up.shape[0] - down.shape[0]) * M * x.element_size())
+    values = hybrid.inside(x, up, down)
+    return values if gate is None else values + max(0, (up.shape[0] - down.shape[0]) * values // up.shape[0])
 
 
-def inside_backward(dy, x, up, down, gate, activation, *need) -> int:
-    return hybrid.inside_gradients(dy, x.shape[-1], up.shape[0], gate is not None, *need)
+def inside_backward(dy, x, up, down, gate, activation, need_dx, need_dup, need_ddown) -> int:
+    need = need_dx, need_dup, need_ddown
+    return hybrid.inside_gradients(dy, x.shape[-1], up.shape[0], gate is not None, *need, True)
 
 
 def kept(args, results):
