@@ -1,12 +1,15 @@
 """The verifier must reject wrong kernels. Each mutant is a bug someone has shipped."""
 
 import dataclasses
+import signal
 import sys
+import time
 
 import pytest
 import torch
 from conftest import every_op, first_case, ragged_case, trained
 
+from whet import graphs
 from whet.op import DTYPES, Call, Cost, Impl, Op, as_tuple, discover
 from whet.prove import Proof, prove
 from whet.verify import Use, evaluate, evidence, poisoned_empty, verify, verify_case
@@ -287,3 +290,21 @@ def test_a_kernel_that_reads_between_sliced_rows_meets_nan_not_whatever_memory_h
     rows = lay(torch.zeros(3, 5), "sliced")
     assert torch.equal(rows, torch.zeros(3, 5)) and rows._base is not None and rows._base[:, 5:].isnan().all()
     assert lay(torch.ones(2, 3, dtype=torch.int32), "sliced").sum() == 6
+
+
+def test_a_candidate_has_a_limit_of_waiting_and_the_formula_has_none(monkeypatch):
+    """Float64 may take long on a GPU that has little of it: that is nobody's hanging kernel."""
+    def alarm(*_):
+        raise TimeoutError
+
+    op = discover()["rms_norm"]
+    args = op.inputs(dtype=torch.float32, device="cpu", **CASE)
+    monkeypatch.setattr(graphs, "hang_s", 0.02)
+    monkeypatch.setattr(graphs, "synchronize", lambda: time.sleep(0.1))
+    before = signal.signal(signal.SIGALRM, alarm)
+    try:
+        assert evidence(op, args, Use(False)).oracle
+        with pytest.raises(TimeoutError):
+            evaluate(op, op.reference, args, grad=False)
+    finally:
+        signal.signal(signal.SIGALRM, before)

@@ -2,12 +2,24 @@
 
 import signal
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 
 import torch
 
 HANG_S = 30.0  # what a candidate launched is given up after so long: a run of seconds takes so long beside seven others
 hang_s: float | None = None  # in the tuner's child: after how long it is ended
+
+
+@contextmanager
+def patient() -> Iterator[None]:
+    """No limit within the block: a formula in float64 may take long on a GPU that has little of it, and hangs nowhere."""
+    global hang_s
+    before, hang_s = hang_s, None
+    try:
+        yield
+    finally:
+        hang_s = before
 
 
 def synchronize() -> None:

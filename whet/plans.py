@@ -26,6 +26,7 @@ from whet.plan_limits import Limit, fastest, rounds
 from whet.plan_memory import PlanMemory, lacking
 from whet.race import Outcome, leanest, paired
 from whet.subjects import BuiltIn, Subject, subject_of
+from whet.swap._memory import gib
 from whet.tune import Tuning, entries_of, forget, modes_here, reduced_note, save_plans
 from whet.verify import judge
 from whet.workload import PRECISIONS
@@ -352,7 +353,7 @@ def best_plan(
     trial.limit = Limit(max_memory, memory, precision, trial.graphs, trial.choices) if max_memory else None
     for plans in rounds(todo, subject, trial.limit, trial.choices_of, tuned.entries, trial.results):
         trial.run_all(plans, progress)
-    result = conclude(key, trial, calls)
+    result = conclude(key + (f" within {gib(max_memory)}" if max_memory else ""), trial, calls)
     if rival:
         progress(f"{against} beside {result['chosen']}", len(todo), len(todo) + 1)
         result["against"] = trial.beside(rival, result["chosen"])

@@ -130,7 +130,8 @@ def by_plans(
     if html:
         write_page(html, made)
     shown_lock = where if ours or result["calls"] else None
-    emit(made, as_json, records, f"optimize {Path(target).name} {precision}", lambda: show(result, shown_lock))
+    within = f" within {max_memory}" if max_memory else ""  # a record of its own, beside that of all memory
+    emit(made, as_json, records, f"optimize {Path(target).name} {precision}{within}", lambda: show(result, shown_lock))
 
 
 def plan_name(label: str) -> str:
