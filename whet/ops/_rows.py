@@ -1,4 +1,4 @@
-"""What the row-wise ops share: how a row is cut into a tile, the sum of partial rows, and the dtype asked of a norm."""
+"""What the row-wise ops share: how a row is cut into a tile, and the sum of partial rows."""
 
 import torch
 import triton
@@ -6,13 +6,12 @@ import triton.language as tl
 
 from whet import machine
 from whet.launch import launcher
-from whet.op import DTYPE_NAMES, DTYPES, rows
+from whet.op import rows
 
 KERNEL_DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 MAX_N = 8192  # one program holds a whole row, and its sums over rows, in registers: at 16384 the backwards spill on sm_90
 RAGGED_N = 4096  # longer rows must be whole 16-byte loads: the addresses of single elements spill 96 to 164 bytes a thread
 ROW_LIMITS = (f"rows longer than {MAX_N}", f"rows longer than {RAGGED_N} that are no multiple of 16", "rows of no elements")
-TWICE_ROUNDED = "an out_dtype with values that the result's own dtype cannot hold"
 
 
 def cdiv(a: int, b: int) -> int:
@@ -32,37 +31,6 @@ def row_refused(N: int) -> str | None:
     if N > RAGGED_N and N % 16:
         return f"x.shape[-1] must be a multiple of 16 where it is over {RAGGED_N}, got {N}"
     return None if N else "x.shape[-1] must be at least 1, got 0"
-
-
-def named_dtype(out_dtype: torch.dtype | None, own: torch.dtype) -> dict[str, str]:
-    """What a case says of a norm's out_dtype: nothing where the result has that dtype by itself."""
-    return {} if out_dtype in (None, own) else dict(out_dtype=DTYPE_NAMES[out_dtype])
-
-
-def dtype_named(name: str | None, own: torch.dtype) -> torch.dtype | None:
-    """The inverse."""
-    return None if name is None or DTYPES[name] == own else DTYPES[name]
-
-
-def unknown_dtype(out_dtype: torch.dtype | None) -> str | None:
-    """None, or why no norm can have this out_dtype."""
-    if out_dtype is None or out_dtype in DTYPE_NAMES:
-        return None
-    return f"out_dtype must be None or one of {list(DTYPES)}, got {str(out_dtype).removeprefix('torch.')}"
-
-
-def kernel_dtype_refused(out_dtype: torch.dtype | None) -> str | None:
-    """None, or why no kernel stores this out_dtype."""
-    if out_dtype is None or out_dtype in KERNEL_DTYPES:
-        return None
-    return f"out_dtype must be float32, float16 or bfloat16, got {out_dtype}"
-
-
-def twice_rounded(out_dtype: torch.dtype | None, own: torch.dtype) -> str | None:
-    """None, or why the result of a call that rounds it to its own dtype cannot be cast to this one."""
-    if out_dtype is None or torch.promote_types(own, out_dtype) == own:
-        return None
-    return f"out_dtype must be None or a dtype that {own} holds, to which its result is rounded first, got {out_dtype}"
 
 
 def unit_rows(x: torch.Tensor) -> torch.Tensor:

@@ -7,20 +7,8 @@ import triton.language as tl
 
 from whet.launch import launcher
 from whet.op import Cost, Impl, Op, floating, lay, nbytes, same_device
-from whet.ops._rows import (
-    KERNEL_DTYPES,
-    ROW_LIMITS,
-    TWICE_ROUNDED,
-    bwd_tile,
-    cdiv,
-    column_sum,
-    dtype_named,
-    named_dtype,
-    programs,
-    tile,
-    twice_rounded,
-    unit_rows,
-)
+from whet.ops import _out_dtype
+from whet.ops._rows import KERNEL_DTYPES, ROW_LIMITS, bwd_tile, cdiv, column_sum, programs, tile, unit_rows
 from whet.ops.layer_norm import OP as LAYER_NORM
 from whet.ops.layer_norm import centred
 from whet.ops.layer_norm import reference as layer_norm
@@ -45,14 +33,14 @@ def inputs(
 ):
     args = LAYER_NORM.inputs(dtype, device, M, N, bias, layout, w_dtype, w_layout)
     res = lay(torch.randn(M, N, dtype=dtype, device=device), layout).to(res_dtype and getattr(torch, res_dtype) or dtype)
-    out = dtype_named(out_dtype, torch.promote_types(dtype, res.dtype))
+    out = _out_dtype.from_case(out_dtype, torch.promote_types(dtype, res.dtype))
     return dict(x=args.pop("x"), res=res) | args | dict(out_dtype=out)
 
 
 def case_of(x, res, w, b=None, eps=1e-5, out_dtype=None):
     case = LAYER_NORM.case_of(x, w, b, eps)
     case |= {} if res.dtype == x.dtype else dict(res_dtype=str(res.dtype).removeprefix("torch."))
-    return case | named_dtype(out_dtype, torch.promote_types(x.dtype, res.dtype))
+    return case | _out_dtype.to_case(out_dtype, torch.promote_types(x.dtype, res.dtype))
 
 
 def check(x, res, w, b=None, eps=1e-5, out_dtype=None):
@@ -242,7 +230,7 @@ def torch_refuses(x, res, w, b=None, eps=1e-5, out_dtype=None):
             return f"{name} must have the dtype of x + res, {dtype}, got {t.dtype}"
     if x.shape[-1] == 1:
         return "x.shape[-1] must be at least 2, got 1: its gradient there is rounding noise, not 0"
-    return twice_rounded(out_dtype, dtype)
+    return _out_dtype.twice_rounded(out_dtype, dtype)
 
 
 def run_torch(x, res, w, b=None, eps=1e-5, out_dtype=None):
@@ -269,7 +257,7 @@ OP = Op(
     impls={
         "torch": Impl(
             run_torch, torch_refuses,
-            limits=("a weight or bias of another dtype than x + res", "rows of one element", TWICE_ROUNDED),
+            limits=("a weight or bias of another dtype than x + res", "rows of one element", _out_dtype.TWICE_ROUNDED),
         ),
         "triton": Impl(run_triton, refuses, needs="triton", limits=("dtypes other than fp32, fp16, bf16", *ROW_LIMITS)),
     },

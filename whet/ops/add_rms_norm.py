@@ -7,23 +7,8 @@ import triton.language as tl
 
 from whet.launch import launcher
 from whet.op import Cost, Impl, Op, floating, lay, layout_of, nbytes, rows, same_device
-from whet.ops._rows import (
-    KERNEL_DTYPES,
-    ROW_LIMITS,
-    TWICE_ROUNDED,
-    bwd_tile,
-    cdiv,
-    column_sum,
-    dtype_named,
-    kernel_dtype_refused,
-    named_dtype,
-    programs,
-    row_refused,
-    tile,
-    twice_rounded,
-    unit_rows,
-    unknown_dtype,
-)
+from whet.ops import _out_dtype
+from whet.ops._rows import KERNEL_DTYPES, ROW_LIMITS, bwd_tile, cdiv, column_sum, programs, row_refused, tile, unit_rows
 from whet.ops.rms_norm import reference as rms_norm
 from whet.parts import row_pieces
 from whet.torch_ops import Fused
@@ -45,7 +30,7 @@ def inputs(
     x, res = (lay(torch.randn(M, N, dtype=dtype, device=device), layout) for _ in range(2))
     w = (torch.rand(N, device=device) + 0.5).to(w_dtype and getattr(torch, w_dtype) or dtype)
     res = res.to(res_dtype and getattr(torch, res_dtype) or dtype)
-    out = dtype_named(out_dtype, torch.promote_types(dtype, res.dtype))
+    out = _out_dtype.from_case(out_dtype, torch.promote_types(dtype, res.dtype))
     return dict(x=x, res=res, w=lay(w, w_layout), eps=1e-6, out_dtype=out)
 
 
@@ -55,7 +40,7 @@ def case_of(x, res, w, eps=1e-6, out_dtype=None):
     if w.dtype != x.dtype:
         case["w_dtype"] = str(w.dtype).removeprefix("torch.")
     case |= {} if res.dtype == x.dtype else dict(res_dtype=str(res.dtype).removeprefix("torch."))
-    return case | named_dtype(out_dtype, torch.promote_types(x.dtype, res.dtype))
+    return case | _out_dtype.to_case(out_dtype, torch.promote_types(x.dtype, res.dtype))
 
 
 def check(x, res, w, eps=1e-6, out_dtype=None):
@@ -67,7 +52,7 @@ def check(x, res, w, eps=1e-6, out_dtype=None):
         return f"res must have shape {tuple(x.shape)} to match x, got {tuple(res.shape)}"
     if w.shape != x.shape[-1:]:
         return f"w must have shape ({x.shape[-1]},) to match x.shape[-1], got {tuple(w.shape)}"
-    return unknown_dtype(out_dtype)
+    return _out_dtype.unknown(out_dtype)
 
 
 def cost(x, res, w, eps=1e-6, out_dtype=None):
@@ -207,7 +192,7 @@ FUSED = Fused(
 def refuses(x, res, w, eps=1e-6, out_dtype=None):
     if x.dtype not in KERNEL_DTYPES or res.dtype not in KERNEL_DTYPES or w.dtype not in KERNEL_DTYPES:
         return f"x, res and w must be float32, float16 or bfloat16, got {x.dtype}, {res.dtype} and {w.dtype}"
-    return kernel_dtype_refused(out_dtype) or row_refused(x.shape[-1])
+    return _out_dtype.kernel_refuses(out_dtype) or row_refused(x.shape[-1])
 
 
 def run_triton(x, res, w, eps=1e-6, out_dtype=None):
@@ -218,7 +203,7 @@ def torch_refuses(x, res, w, eps=1e-6, out_dtype=None):
     dtype = torch.promote_types(x.dtype, res.dtype)
     if w.dtype != dtype:
         return f"w must have the dtype of x + res, {dtype}, got {w.dtype}"
-    return twice_rounded(out_dtype, dtype)
+    return _out_dtype.twice_rounded(out_dtype, dtype)
 
 
 def run_torch(x, res, w, eps=1e-6, out_dtype=None):
@@ -230,7 +215,7 @@ def run_torch(x, res, w, eps=1e-6, out_dtype=None):
 def liger_refuses(x, res, w, eps=1e-6, out_dtype=None):
     if res.dtype != x.dtype:
         return f"res must have x's dtype {x.dtype}, got {res.dtype}"
-    return twice_rounded(out_dtype, x.dtype)
+    return _out_dtype.twice_rounded(out_dtype, x.dtype)
 
 
 def run_liger(x, res, w, eps=1e-6, out_dtype=None):
@@ -261,14 +246,15 @@ OP = Op(
     cost=cost,
     grads=("x", "res", "w"),
     impls={
-        "torch": Impl(run_torch, torch_refuses, limits=("a weight of another dtype than x + res", TWICE_ROUNDED)),
+        "torch": Impl(run_torch, torch_refuses, limits=("a weight of another dtype than x + res", _out_dtype.TWICE_ROUNDED)),
         "triton": Impl(
             run_triton, refuses, needs="triton", limits=(
                 "dtypes other than fp32, fp16, bf16", *ROW_LIMITS,
             ),
         ),
         "liger": Impl(
-            run_liger, liger_refuses, needs="liger_kernel", limits=("a residual of another dtype than x", TWICE_ROUNDED),
+            run_liger, liger_refuses, needs="liger_kernel",
+            limits=("a residual of another dtype than x", _out_dtype.TWICE_ROUNDED),
         ),
     },
     dynamic=("M",),

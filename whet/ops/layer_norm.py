@@ -7,23 +7,8 @@ import triton.language as tl
 
 from whet.launch import launcher
 from whet.op import Cost, Impl, Op, floating, lay, layout_of, nbytes, rows, same_device
-from whet.ops._rows import (
-    KERNEL_DTYPES,
-    ROW_LIMITS,
-    TWICE_ROUNDED,
-    bwd_tile,
-    cdiv,
-    column_sum,
-    dtype_named,
-    kernel_dtype_refused,
-    named_dtype,
-    programs,
-    row_refused,
-    tile,
-    twice_rounded,
-    unit_rows,
-    unknown_dtype,
-)
+from whet.ops import _out_dtype
+from whet.ops._rows import KERNEL_DTYPES, ROW_LIMITS, bwd_tile, cdiv, column_sum, programs, row_refused, tile, unit_rows
 from whet.parts import row_pieces
 from whet.torch_ops import Fused
 from whet.values import families
@@ -47,7 +32,7 @@ def inputs(
     x = lay(torch.randn(M, N, dtype=dtype, device=device) + 0.5, layout)
     w_type = w_dtype and getattr(torch, w_dtype) or dtype
     w, b = (torch.rand(N, device=device) + 0.5).to(w_type), torch.randn(N, device=device).to(w_type)
-    out = dtype_named(out_dtype, dtype)
+    out = _out_dtype.from_case(out_dtype, dtype)
     return dict(x=x, w=lay(w, w_layout), b=lay(b, w_layout) if bias else None, eps=1e-5, out_dtype=out)
 
 
@@ -55,7 +40,7 @@ def case_of(x, w, b=None, eps=1e-5, out_dtype=None):
     case = dict(M=x.numel() // max(1, x.shape[-1]), N=x.shape[-1], bias=b is not None, layout=layout_of(x))
     case |= {} if w.is_contiguous() else dict(w_layout=layout_of(w))
     case |= {} if w.dtype == x.dtype else dict(w_dtype=str(w.dtype).removeprefix("torch."))
-    return case | named_dtype(out_dtype, x.dtype)
+    return case | _out_dtype.to_case(out_dtype, x.dtype)
 
 
 def check(x, w, b=None, eps=1e-5, out_dtype=None):
@@ -67,7 +52,7 @@ def check(x, w, b=None, eps=1e-5, out_dtype=None):
         return f"w must have shape ({x.shape[-1]},) to match x.shape[-1], got {tuple(w.shape)}"
     if b is not None and b.shape != w.shape:
         return f"b must have shape ({x.shape[-1]},) to match x.shape[-1], got {tuple(b.shape)}"
-    return unknown_dtype(out_dtype)
+    return _out_dtype.unknown(out_dtype)
 
 
 def cost(x, w, b=None, eps=1e-5, out_dtype=None):
@@ -230,7 +215,7 @@ def refuses(x, w, b=None, eps=1e-5, out_dtype=None):
     for name, t in (("x", x), ("w", w), ("b", b)):
         if t is not None and t.dtype not in KERNEL_DTYPES:
             return f"{name} must be float32, float16 or bfloat16, got {t.dtype}"
-    return kernel_dtype_refused(out_dtype) or row_refused(x.shape[-1])
+    return _out_dtype.kernel_refuses(out_dtype) or row_refused(x.shape[-1])
 
 
 def run_triton(x, w, b=None, eps=1e-5, out_dtype=None):
@@ -243,7 +228,7 @@ def torch_refuses(x, w, b=None, eps=1e-5, out_dtype=None):
             return f"{name} must have x's dtype {x.dtype}, got {t.dtype}"
     if x.shape[-1] == 1:  # measured on the CPU in fp32: 3e-5
         return "x.shape[-1] must be at least 2, got 1: its gradient there is rounding noise, not 0"
-    return twice_rounded(out_dtype, x.dtype)
+    return _out_dtype.twice_rounded(out_dtype, x.dtype)
 
 
 def run_torch(x, w, b=None, eps=1e-5, out_dtype=None):
@@ -252,7 +237,7 @@ def run_torch(x, w, b=None, eps=1e-5, out_dtype=None):
 
 
 def liger_refuses(x, w, b=None, eps=1e-5, out_dtype=None):
-    return "b must be given: its kernels always read a bias" if b is None else twice_rounded(out_dtype, x.dtype)
+    return "b must be given: its kernels always read a bias" if b is None else _out_dtype.twice_rounded(out_dtype, x.dtype)
 
 
 def run_liger(x, w, b=None, eps=1e-5, out_dtype=None):
@@ -283,14 +268,14 @@ OP = Op(
     impls={
         "torch": Impl(
             run_torch, torch_refuses,
-            limits=("a weight or bias of another dtype than x", "rows of one element", TWICE_ROUNDED),
+            limits=("a weight or bias of another dtype than x", "rows of one element", _out_dtype.TWICE_ROUNDED),
         ),
         "triton": Impl(
             run_triton, refuses, needs="triton", limits=(
                 "dtypes other than fp32, fp16, bf16", *ROW_LIMITS,
             ),
         ),
-        "liger": Impl(run_liger, liger_refuses, needs="liger_kernel", limits=("no bias", TWICE_ROUNDED)),
+        "liger": Impl(run_liger, liger_refuses, needs="liger_kernel", limits=("no bias", _out_dtype.TWICE_ROUNDED)),
     },
     dynamic=("M",),
     tiny=dict(M=16),

@@ -7,23 +7,8 @@ import triton.language as tl
 
 from whet.launch import launcher
 from whet.op import Cost, Impl, Op, floating, lay, layout_of, nbytes, rows, same_device
-from whet.ops._rows import (
-    KERNEL_DTYPES,
-    ROW_LIMITS,
-    TWICE_ROUNDED,
-    bwd_tile,
-    cdiv,
-    column_sum,
-    dtype_named,
-    kernel_dtype_refused,
-    named_dtype,
-    programs,
-    row_refused,
-    tile,
-    twice_rounded,
-    unit_rows,
-    unknown_dtype,
-)
+from whet.ops import _out_dtype
+from whet.ops._rows import KERNEL_DTYPES, ROW_LIMITS, bwd_tile, cdiv, column_sum, programs, row_refused, tile, unit_rows
 from whet.parts import row_pieces
 from whet.torch_ops import Fused
 from whet.values import families
@@ -43,14 +28,14 @@ def reference(x, w, eps=1e-6, out_dtype=None):
 def inputs(dtype, device, M, N, layout="contiguous", w_dtype=None, w_layout="contiguous", out_dtype=None):
     x = lay(torch.randn(M, N, dtype=dtype, device=device), layout)
     w = (torch.rand(N, device=device) + 0.5).to(w_dtype and getattr(torch, w_dtype) or dtype)
-    return dict(x=x, w=lay(w, w_layout), eps=1e-6, out_dtype=dtype_named(out_dtype, dtype))
+    return dict(x=x, w=lay(w, w_layout), eps=1e-6, out_dtype=_out_dtype.from_case(out_dtype, dtype))
 
 
 def case_of(x, w, eps=1e-6, out_dtype=None):
     case = dict(M=x.numel() // max(1, x.shape[-1]), N=x.shape[-1], layout=layout_of(x))
     case |= {} if w.is_contiguous() else dict(w_layout=layout_of(w))
     case |= {} if w.dtype == x.dtype else dict(w_dtype=str(w.dtype).removeprefix("torch."))
-    return case | named_dtype(out_dtype, x.dtype)
+    return case | _out_dtype.to_case(out_dtype, x.dtype)
 
 
 def check(x, w, eps=1e-6, out_dtype=None):
@@ -60,7 +45,7 @@ def check(x, w, eps=1e-6, out_dtype=None):
         return "x must have at least one dimension, got a scalar"
     if w.shape != x.shape[-1:]:
         return f"w must have shape ({x.shape[-1]},) to match x.shape[-1], got {tuple(w.shape)}"
-    return unknown_dtype(out_dtype)
+    return _out_dtype.unknown(out_dtype)
 
 
 def cost(x, w, eps=1e-6, out_dtype=None):
@@ -185,7 +170,7 @@ FUSED = Fused(
 def refuses(x, w, eps=1e-6, out_dtype=None):
     if x.dtype not in KERNEL_DTYPES or w.dtype not in KERNEL_DTYPES:
         return f"x and w must be float32, float16 or bfloat16, got {x.dtype} and {w.dtype}"
-    return kernel_dtype_refused(out_dtype) or row_refused(x.shape[-1]) or single(x)
+    return _out_dtype.kernel_refuses(out_dtype) or row_refused(x.shape[-1]) or single(x)
 
 
 def run_triton(x, w, eps=1e-6, out_dtype=None):
@@ -201,7 +186,7 @@ def torch_refuses(x, w, eps=1e-6, out_dtype=None):
     # Casting w inside would round its gradient to x's dtype, which is over any budget.
     if w.dtype != x.dtype:
         return f"w must have x's dtype {x.dtype}, got {w.dtype}"
-    return single(x) or twice_rounded(out_dtype, x.dtype)
+    return single(x) or _out_dtype.twice_rounded(out_dtype, x.dtype)
 
 
 def run_torch(x, w, eps=1e-6, out_dtype=None):
@@ -210,7 +195,7 @@ def run_torch(x, w, eps=1e-6, out_dtype=None):
 
 
 def liger_refuses(x, w, eps=1e-6, out_dtype=None):
-    return twice_rounded(out_dtype, x.dtype)
+    return _out_dtype.twice_rounded(out_dtype, x.dtype)
 
 
 def run_liger(x, w, eps=1e-6, out_dtype=None):
@@ -239,13 +224,14 @@ OP = Op(
     grads=("x", "w"),
     impls={
         "torch": Impl(
-            run_torch, torch_refuses, limits=("a weight of another dtype than x", "rows of one element", TWICE_ROUNDED),
+            run_torch, torch_refuses,
+            limits=("a weight of another dtype than x", "rows of one element", _out_dtype.TWICE_ROUNDED),
         ),
         "triton": Impl(
             run_triton, refuses, needs="triton",
             limits=("dtypes other than fp32, fp16, bf16", *ROW_LIMITS, "rows of one element"),
         ),
-        "liger": Impl(run_liger, liger_refuses, needs="liger_kernel", limits=(TWICE_ROUNDED,)),
+        "liger": Impl(run_liger, liger_refuses, needs="liger_kernel", limits=(_out_dtype.TWICE_ROUNDED,)),
     },
     dynamic=("M",),
     tiny=dict(M=16),
