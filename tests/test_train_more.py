@@ -153,10 +153,13 @@ def test_the_loops_own_cost_is_measured_after_the_last_checkpoint(shards, tmp_pa
     ("auto", True), ("as it is", False), ("torch.compile", ("torch.compile",)), ("CUDA graph", ("CUDA graph",)),
 ])
 def test_a_plan_that_is_named_is_the_only_one_that_is_tried_on_a_gpu(plan, want):
-    run = SimpleNamespace(device="cuda", recipe=made(SMALL | {"kernels.plan": plan}, "small"))
-    assert start.plans_of(run) == want
+    said: list[str] = []
+    log = SimpleNamespace(say=said.append)
+    run = SimpleNamespace(device="cuda", recipe=made(SMALL | {"kernels.plan": plan}, "small"), log=log)
+    assert start.plans_of(run) == want and not said
     run.device = "cpu"
     assert start.plans_of(run) is False
+    assert [plan in line and "needs a GPU" in line for line in said] == [True] * isinstance(want, tuple)
 
 
 def test_the_choices_on_record_are_those_of_the_plan_that_runs(shards, tmp_path, monkeypatch):  # noqa: F811
