@@ -290,9 +290,9 @@ def check(names: list[str], progress, known: Known | None = None) -> list[Compil
 
 
 def table(rows: list[CompiledKernel]) -> str:
-    head = ("op", "kernel", "dtype", "config", "target", "regs", "spills", "shared", "problem")
+    head = ("op", "kernel", "case", "dtype", "config", "target", "regs", "spills", "shared", "problem")
     numbers = [[str(n) for n in (r.registers, r.spills, r.shared)] for r in rows]
-    body = [(r.op, r.kernel, r.dtype, r.config, r.target, *n, r.problem) for r, n in zip(rows, numbers)]
+    body = [(r.op, r.kernel, r.case, r.dtype, r.config, r.target, *n, r.problem) for r, n in zip(rows, numbers)]
     widths = [max(map(len, column)) for column in zip(head, *body)]
     return "\n".join("  ".join(cell.ljust(w) for cell, w in zip(line, widths)).rstrip() for line in (head, *body))
 
