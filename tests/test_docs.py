@@ -7,9 +7,12 @@ import xml.etree.ElementTree as ET
 from pathlib import Path
 
 import pytest
+import torch
+import torch.nn.functional as F
 import typer
 from test_decode_report import MEASURED
 from test_readme import AFTER, BEFORE, ENTRIES, FOUND, PLANS, TESTED, fenced, record, root, table, write  # noqa: F401
+from torch import nn
 from typer.testing import CliRunner
 
 import whet
@@ -19,6 +22,7 @@ from whet.commands import app
 from whet.diagnose.run import Run
 from whet.op import Impl, discover
 from whet.report import api, decode, front, pictures, readme
+from whet.swap import Met, _replace
 
 ROOT = Path(__file__).parent.parent
 PICTURES = pytest.mark.parametrize("name", pictures.PICTURES)
@@ -159,7 +163,7 @@ def test_gpu_tests_are_counted_and_what_did_not_pass_is_named(root):  # noqa: F8
 
 
 def example(which: int, name: str, folder: Path):
-    """A module of CONTRIBUTING's examples: an op, a check, a model, a command."""
+    """A module of CONTRIBUTING's examples: an op, a recogniser, a check, a model, a command."""
     path = folder / f"{name}.py"
     path.write_text(fenced((ROOT / "CONTRIBUTING.md").read_text(), "python")[which])
     spec = importlib.util.spec_from_file_location(name, path)
@@ -168,15 +172,38 @@ def example(which: int, name: str, folder: Path):
     return module
 
 
+class SwiGLU(nn.Module):
+    """`first` False: silu of the second half, which is another function."""
+
+    def __init__(self, first: bool = True):
+        super().__init__()
+        self.first = first
+
+    def forward(self, x):
+        gate, up = x.chunk(2, -1) if self.first else reversed(x.chunk(2, -1))
+        return F.silu(gate) * up
+
+
+def test_the_example_recogniser_finds_what_computes_its_op_and_says_why_it_leaves_the_rest(tmp_path, monkeypatch):
+    monkeypatch.setattr(_replace, "discover", lambda: {"packed_swiglu": example(1, "packed_swiglu", tmp_path).find})
+    model, x = nn.Sequential(SwiGLU(), nn.Flatten(2), SwiGLU(first=False)), torch.randn(2, 4, 64)
+    before = model(x)
+    found = _replace.recognise(model, Met((x,), {}), Choices())
+    assert [(site.path, site.words) for site, _ in found.sites] == [("0", "SwiGLU of 64 packed")]
+    assert [(left.path, left.why) for left in found.left] == [("2", "SwiGLU does not compute silu(first half) * second half")]
+    found.ask(Choices(default="torch"))
+    assert "forward" in vars(model[0]) and torch.allclose(model(x), before)
+
+
 def test_the_example_check_flags_what_is_planted_and_nothing_else(tmp_path):
-    check = example(1, "float64", tmp_path).CHECK
+    check = example(2, "float64", tmp_path).CHECK
     (found,) = check.find(Run(check.planted(), seconds=0.01))
     assert found.check == check.name == "float64" and found.module == "linear" and found.fix
     assert not list(check.find(Run(check.clean(), seconds=0.01)))
 
 
 def test_the_example_model_records_its_calls_and_every_parameter_has_a_gradient(tmp_path, monkeypatch, device):
-    model = example(2, "tiny_mlp", tmp_path).MODEL
+    model = example(3, "tiny_mlp", tmp_path).MODEL
     monkeypatch.setattr(models, "discover", lambda: {model.name: model})
     found, size = models.find("tiny-mlp")
     config, recipe = found.sizes[size], found.recipes[size]
@@ -189,7 +216,7 @@ def test_the_example_model_records_its_calls_and_every_parameter_has_a_gradient(
 
 def test_the_example_command_runs_and_says_what_was_wrong(tmp_path):
     made = typer.Typer()
-    made.command("shapes")(example(3, "shapes", tmp_path).command)
+    made.command("shapes")(example(4, "shapes", tmp_path).command)
     right, wrong = CliRunner().invoke(made, ["rms_norm"]), CliRunner().invoke(made, ["softmax"])
     assert right.exit_code == 0 and "4096x384" in right.output
     assert wrong.exit_code == 2 and "shapes: there is no softmax; there are" in wrong.output

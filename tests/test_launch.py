@@ -266,8 +266,10 @@ def traced() -> list[dict]:
 
 def test_inductor_is_handed_kernels_on_a_gpu_and_copies_nothing(traced):
     shown = [row for row in traced if row["device"] == "cuda"]
-    assert len(shown) == 36 and all(row["kernels"] and not row["copies"] for row in shown)
+    assert shown and all(row["kernels"] and not row["copies"] for row in shown)
     by_name = {row["name"]: row for row in shown}
+    visible = {path.stem for path in (ROOT / "whet" / "ops").glob("*.py") if "visible=True" in path.read_text()}
+    assert visible == {name.split()[0] for name in by_name}, "tests/tracing.py traces every op with visible=True"
     assert by_name["rms_norm"]["kernels"] == ["_rms_norm_kernel", "_rms_norm_bwd_kernel", "_column_sum_kernel"]
     assert by_name["cross_entropy"]["kernels"] == ["_loss_kernel", "_reduce_kernel", "_dlogits_kernel"]
     assert by_name["gmm_log_prob"]["kernels"] == ["_gmm_log_prob_kernel", "_mean_kernel", "_gmm_log_prob_bwd_kernel"]
@@ -276,4 +278,5 @@ def test_inductor_is_handed_kernels_on_a_gpu_and_copies_nothing(traced):
 
 def test_ops_stay_opaque_on_the_cpu(traced):
     kept = [row for row in traced if row["device"] == "cpu"]
-    assert len(kept) == 18 and all(not row["kernels"] and len(row["opaque"]) == 2 for row in kept)
+    assert kept and all(not row["kernels"] and len(row["opaque"]) == 2 for row in kept)
+    assert 2 * len(kept) == len(traced) - len(kept)  # on a GPU with static and with dynamic shapes

@@ -174,20 +174,20 @@ def test_upstream_gradients_in_parts_give_the_same(monkeypatch):
     whole = stepped(ours, x, w, dy)
     monkeypatch.setattr(_halves, "CHUNK_BYTES", 1 << 10)
     monkeypatch.setattr(machine, "sm_count", lambda: 1)
-    assert len(_halves.cuts(300, 270, 40)) == len(_halves.cuts(270, 300, 40)) == 2
+    assert len(_halves.chunks_of(300, 270, 40)) == len(_halves.chunks_of(270, 300, 40)) == 2
     for a, b in zip(stepped(ours, x, w, dy), whole):
         torch.testing.assert_close(a, b)
-    assert len(_halves.cuts(8192, 8192, 1024)) == 64 and _halves.cuts(0, 5, 5) == [slice(0, 0)]
+    assert len(_halves.chunks_of(8192, 8192, 1024)) == 64 and _halves.chunks_of(0, 5, 5) == [slice(0, 0)]
 
 
 def test_parts_leave_a_tile_to_each_multiprocessor(monkeypatch):
     monkeypatch.setattr(machine, "sm_count", lambda: 132)
     products = (8192, 8192, 1024), (4096, 50304, 768), (50304, 4096, 768), (100, 10**6, 100), (8192, 1024, 4096)
     for size, length, across in products:
-        parts = _halves.cuts(size, length, across)
+        parts = _halves.chunks_of(size, length, across)
         assert parts[-1].stop == size and all(a.stop == b.start for a, b in zip(parts, parts[1:]))
         assert len(parts) == 1 or parts[0].stop * across >= 128 * 128 * 118
-    assert _halves.cuts(8192, 8192, 1024)[0] == slice(0, 2048)
+    assert _halves.chunks_of(8192, 8192, 1024)[0] == slice(0, 2048)
 
 
 def test_refusals_name_the_argument():

@@ -51,6 +51,16 @@ def test_the_wall_is_the_rule_that_stopped_it(answer, expected):
     assert wall(answer) == expected
 
 
+@pytest.mark.parametrize("given, said", [
+    (["--only", "^no_such_op:"], "no mutant that runs here matches; the ops are activated_linear, "),
+    (["--only", "("], "'(' is no regular expression: missing ), unterminated subpattern"),
+    (["--dtype", "bf16"], "invalid choice: 'bf16'"),
+])
+def test_what_was_asked_for_wrongly_is_one_line_and_exit_code_2(given, said, tmp_path):
+    done = subprocess.run([sys.executable, str(Path(HERE) / "run.py"), *given], cwd=tmp_path, capture_output=True, text=True)
+    assert done.returncode == 2 and said in done.stderr.splitlines()[-1] and not done.stdout
+
+
 def test_a_sample_of_each_kind_is_stopped_and_no_right_kernel_is(tmp_path):
     chosen = [m for m in MUTANTS if m.sample]
     assert len(chosen) == SAMPLE == len({m.kind for m in chosen})

@@ -138,6 +138,12 @@ def test_a_recogniser_that_fails_costs_its_own_candidates_and_the_others_go_on(m
     assert [x.kind for x in found.left] == ["broken"] and "upstream drifted" in found.left[0].why and len(found.sites) == 5
 
 
+def test_a_gelu_is_found_beside_modules_that_take_no_tensor_of_one_dimension():
+    model = nn.Sequential(nn.GELU(), nn.Unflatten(1, (2, 8)), nn.Softmax2d(), nn.Flatten())
+    found = recognise(model, as_call(torch.randn(4, 16, 3)), Choices(), only=("activations",))
+    assert [site.path for site, _ in found.sites] == ["0"] and not found.left
+
+
 def tuned_at_once(monkeypatch):
     monkeypatch.setattr(_optimize, "tune", lambda *args, **options: Tuned({"eager": Choices()}, {}))
 

@@ -290,9 +290,9 @@ def check(names: list[str], progress, known: Known | None = None) -> list[Compil
 
 
 def table(rows: list[CompiledKernel]) -> str:
-    head = ("op", "kernel", "dtype", "config", "target", "regs", "spills", "shared", "problem")
+    head = ("op", "kernel", "case", "dtype", "config", "target", "regs", "spills", "shared", "problem")
     numbers = [[str(n) for n in (r.registers, r.spills, r.shared)] for r in rows]
-    body = [(r.op, r.kernel, r.dtype, r.config, r.target, *n, r.problem) for r, n in zip(rows, numbers)]
+    body = [(r.op, r.kernel, r.case, r.dtype, r.config, r.target, *n, r.problem) for r, n in zip(rows, numbers)]
     widths = [max(map(len, column)) for column in zip(head, *body)]
     return "\n".join("  ".join(cell.ljust(w) for cell, w in zip(line, widths)).rstrip() for line in (head, *body))
 
@@ -306,12 +306,15 @@ def show(done: int, total: int, text: str) -> None:
 
 
 def main(argv: list[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(prog="python -m whet.aot", description=(__doc__ or "").splitlines()[0])
+    parser = argparse.ArgumentParser(
+        prog="python -m whet.aot", description=(__doc__ or "").splitlines()[0],
+        epilog="Example: python -m whet.aot rms_norm. The exit code is 1 where a row has a problem.",
+    )
     parser.add_argument("ops", nargs="*", metavar="OP", help="ops to compile (default: all)")
     parser.add_argument("--json", action="store_true", help="rows as JSON instead of a table")
-    parser.add_argument("--out", type=Path, help="write there (default: print)")
-    parser.add_argument("--known", type=Path, help="a file of kernels compiled before: these are not compiled again")
-    parser.add_argument("--update", action="store_true", help="write to that file what this run met")
+    parser.add_argument("--out", type=Path, metavar="FILE", help="write the table to this file (default: print it)")
+    parser.add_argument("--known", type=Path, metavar="FILE", help="kernels compiled before, which are not compiled again")
+    parser.add_argument("--update", action="store_true", help="write the kernels of this run to the --known file")
     options = parser.parse_args(argv)
     if options.update and (not options.known or options.ops):
         parser.error("--update needs --known FILE, and all ops")

@@ -1,6 +1,7 @@
-"""Which wall stops which mutant: each is offered to whet's verification as the tuner offers a candidate.
+"""Offer each mutant, a kernel with one fault, to whet's verification, and say which trial stops it.
 
-Example: python tests/mutants/run.py --only "rms_norm" --dtype float32
+Example: python tests/mutants/run.py --only "^rms_norm:" --dtype float32
+The exit code is 1 where a kernel without a fault is rejected, 2 where no mutant matches.
 """
 
 import argparse
@@ -40,7 +41,7 @@ def chosen(args: argparse.Namespace) -> list[Mutant]:
     """The mutants asked for that can run here."""
     def fits(m: Mutant) -> bool:
         here = m.needs in ("", "gpu" if GPU else "interpreter")
-        return here and (not args.only or re.search(args.only, f"{m.id} [{m.kind}]") is not None)
+        return here and (not args.only or args.only.search(f"{m.id} [{m.kind}]") is not None)
 
     found = [m for m in read_all() if fits(m) and (m.sample or not args.sample)]
     return found[: args.sample] if args.sample else found
@@ -115,19 +116,29 @@ def save(rows: list[dict], faults: list[str], args: argparse.Namespace) -> None:
     print(f"saved {record.write(record.make(command, found), args.record, name)}")
 
 
+def pattern(text: str) -> re.Pattern:
+    try:
+        return re.compile(text)
+    except re.error as e:
+        raise argparse.ArgumentTypeError(f"{text!r} is no regular expression: {e}") from None
+
+
 def options() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--only", metavar="PATTERN", help="mutants whose 'op: name [kind]' matches")
+    parser.add_argument("--only", type=pattern, metavar="PATTERN", help="a regular expression, found in 'op: name [kind]'")
     parser.add_argument("--sample", type=int, metavar="N", default=0, help="the first N of the test-suite's, at tiny sizes")
-    parser.add_argument("--dtype", default="bfloat16", help="of the call (default bfloat16)")
-    parser.add_argument("--gpu-cases", action="store_true", help="the sizes of real use, for a GPU")
-    parser.add_argument("--jobs", type=int, default=2 if GPU else os.cpu_count(), help="at a time (default: cores; 2 on a GPU)")
+    parser.add_argument("--dtype", choices=("float32", "float16", "bfloat16"), default="bfloat16", help="(default bfloat16)")
+    parser.add_argument("--gpu-cases", action="store_true", help="at the sizes of real use, for a GPU")
+    parser.add_argument("--jobs", type=int, default=2 if GPU else os.cpu_count(), help="at once (default: cores; 2 on a GPU)")
     parser.add_argument("--limit", type=float, default=300.0, metavar="S", help="seconds for one mutant (default 300)")
     parser.add_argument("--whet", default=str(PACKAGE), metavar="FOLDER", help="the package to mutate (default: this tree's)")
     parser.add_argument("--record", nargs="?", const="records", metavar="FOLDER", help="save a record (default: in records)")
     parser.add_argument("--name", default="", help="what to add to the record's name")
     parser.add_argument("--json", action="store_true", help="print rows as JSON")
-    return parser.parse_args()
+    args = parser.parse_args()
+    if not chosen(args):
+        parser.error(f"no mutant that runs here matches; the ops are {', '.join(sorted({m.op for m in read_all()}))}")
+    return args
 
 
 def main() -> int:
@@ -138,7 +149,7 @@ def main() -> int:
     else:
         for r in (r for r in rows if not r["stopped_by"]):
             print(f"not stopped  {r['op']}: {r['name']} [{r['kind']}]" + (f"  share {r['share']}" if r["share"] else ""))
-        rich.print(table(rows)) if rows else print("no mutant matches")
+        rich.print(table(rows))
         for fault in faults:
             print(f"wrong: {fault}")
         print(f"{len(rows)} mutants in {time.monotonic() - began:.0f} s")

@@ -38,9 +38,9 @@ class ProductTile(NamedTuple):
     warps: int
     stages: int
     gluon: bool = False
-    together: int = 1  # programs to a multiprocessor
-    cost: float = 1.0  # of as many as run together, for BLOCK_K: microseconds on an H200
-    alone: float = 1.0  # of one, where there is no more than one for each multiprocessor
+    per_sm: int = 1  # programs that a multiprocessor runs at once
+    cost: float = 1.0  # microseconds on an H200 for BLOCK_K, per_sm of them at once
+    cost_alone: float = 1.0  # the same of one that has its multiprocessor alone
 
 
 HOPPER = (
@@ -171,13 +171,13 @@ def _block(x, row, column, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
 
 @triton.jit
 def _product_kernel(
-    a_hi, a_lo, b_hi, b_lo,  # inputs: a (M, K), or (K, M) where A_ACROSS; b (N, K), or (K, N) where B_ACROSS
+    a_hi, a_lo, b_hi, b_lo,  # inputs: a (M, K), or (K, M) where A_TRANSPOSED; b (N, K), or (K, N) where B_TRANSPOSED
     row_ptr, column_ptr,  # inputs: scales (M,) and (N,), or None
     out_ptr,  # (M, N)
     stride_om,
     M, N, K,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, GROUP: tl.constexpr,
-    A_ACROSS: tl.constexpr, B_ACROSS: tl.constexpr,
+    A_TRANSPOSED: tl.constexpr, B_TRANSPOSED: tl.constexpr,
 ):
     """out = row * column * 2^-28 * (a_hi @ b_hi + a_hi @ b_lo + a_lo @ b_hi).  One program, a tile of the result.
 
@@ -186,18 +186,18 @@ def _product_kernel(
     Rounds  BLOCK_K products at a time by the tensor cores, the smallest first; their sums in fp32; once at the store.
     """
     pid = tl.program_id(0)
-    down, across = tl.cdiv(M, BLOCK_M), tl.cdiv(N, BLOCK_N)
-    first = pid // (GROUP * across) * GROUP
-    together = tl.minimum(down - first, GROUP)
-    m0 = (first + pid % (GROUP * across) % together) * BLOCK_M
-    n0 = pid % (GROUP * across) // together * BLOCK_N
+    tiles_m, tiles_n = tl.cdiv(M, BLOCK_M), tl.cdiv(N, BLOCK_N)
+    first = pid // (GROUP * tiles_n) * GROUP
+    group_rows = tl.minimum(tiles_m - first, GROUP)
+    m0 = (first + pid % (GROUP * tiles_n) % group_rows) * BLOCK_M
+    n0 = pid % (GROUP * tiles_n) // group_rows * BLOCK_N
     acc = tl.zeros((BLOCK_M, BLOCK_N), dtype=tl.float32)
     for k in range(0, K, BLOCK_K):
-        if A_ACROSS:
+        if A_TRANSPOSED:
             a, a_rest = _block(a_hi, k, m0, BLOCK_K, BLOCK_M).trans(), _block(a_lo, k, m0, BLOCK_K, BLOCK_M).trans()
         else:
             a, a_rest = _block(a_hi, m0, k, BLOCK_M, BLOCK_K), _block(a_lo, m0, k, BLOCK_M, BLOCK_K)
-        if B_ACROSS:
+        if B_TRANSPOSED:
             b, b_rest = _block(b_hi, k, n0, BLOCK_K, BLOCK_N), _block(b_lo, k, n0, BLOCK_K, BLOCK_N)
         else:
             b, b_rest = _block(b_hi, n0, k, BLOCK_N, BLOCK_K).trans(), _block(b_lo, n0, k, BLOCK_N, BLOCK_K).trans()
@@ -267,7 +267,7 @@ def tile_for(M: int, N: int) -> ProductTile:
         return cdiv(M, t.M) * cdiv(N, t.N)
 
     def time(t: ProductTile) -> float:
-        return t.alone if count(t) <= sms else t.cost * cdiv(count(t), sms * t.together)
+        return t.cost_alone if count(t) <= sms else t.cost * cdiv(count(t), sms * t.per_sm)
 
     if capability is None:
         return AMD
@@ -278,9 +278,9 @@ def tile_for(M: int, N: int) -> ProductTile:
 
 def product(
     a: Halves, b: torch.Tensor, M: int, N: int, K: int, b_scale: torch.Tensor | None = None,
-    a_across: bool = False, b_across: bool = False, out: torch.Tensor | None = None,
+    a_transposed: bool = False, b_transposed: bool = False, out: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """(M, N) of a, (M, K), and the values of b, (N, K), in float32; across: that one is (K, M), or (K, N).
+    """(M, N) of a, (M, K), and the values of b, (N, K), in float32; transposed: that one is (K, M), or (K, N).
 
     a is scaled along M, b along N or, where b_scale is None, along K: then a has those scales as factors.
     out has unit stride along its rows.
@@ -293,73 +293,76 @@ def product(
         return out.zero_()
     t, halves = tile_for(M, N), (*a.values.unbind(), *b.unbind())
     if t.gluon:
-        _halves_hopper.product(out, halves, a.scale, b_scale, K, t, BLOCK_K, GROUP, a_across, b_across)
+        _halves_hopper.product(out, halves, a.scale, b_scale, K, t, BLOCK_K, GROUP, a_transposed, b_transposed)
         return out
-    a_block = (BLOCK_K, t.M) if a_across else (t.M, BLOCK_K)
-    b_block = (BLOCK_K, t.N) if b_across else (t.N, BLOCK_K)
+    a_block = (BLOCK_K, t.M) if a_transposed else (t.M, BLOCK_K)
+    b_block = (BLOCK_K, t.N) if b_transposed else (t.N, BLOCK_K)
     launcher(_product_kernel)[(cdiv(M, t.M) * cdiv(N, t.N),)](
         *(operand(half, *block) for half, block in zip(halves, (a_block, a_block, b_block, b_block))),
         a.scale, b_scale, out, out.stride(0), M, N, K, BLOCK_M=t.M, BLOCK_N=t.N, BLOCK_K=BLOCK_K, GROUP=GROUP,
-        A_ACROSS=a_across, B_ACROSS=b_across, num_warps=t.warps, num_stages=t.stages,
+        A_TRANSPOSED=a_transposed, B_TRANSPOSED=b_transposed, num_warps=t.warps, num_stages=t.stages,
     )
     return out
 
 
-Given = torch.Tensor | None
+MaybeTensor = torch.Tensor | None
 
 
-def multiply(x: torch.Tensor, w: torch.Tensor, out: Given = None, of_w: Halves | None = None) -> torch.Tensor:
-    """x @ w.T of (M, K) and (N, K).  of_w: w's halves, where they are at hand."""
-    (N, K), of_w = w.shape, of_w or split_rows(unit_rows(w))
-    return product(split_rows(unit_rows(x)), of_w.values, len(x), N, K, of_w.scale, out=out)
+def matmul_forward(x: torch.Tensor, w: torch.Tensor, out: MaybeTensor = None, w_halves: Halves | None = None) -> torch.Tensor:
+    """x @ w.T of (M, K) and (N, K).  w_halves: of w, where they were made before."""
+    (N, K), w_halves = w.shape, w_halves or split_rows(unit_rows(w))
+    return product(split_rows(unit_rows(x)), w_halves.values, len(x), N, K, w_halves.scale, out=out)
 
 
-def multiply_back(dy: torch.Tensor, w: torch.Tensor, out: Given = None, of_w: Halves | None = None) -> torch.Tensor:
-    """dy @ w of (M, N) and (N, K): it sums over w's rows, whose scales go to dy as factors. Some rows of dy at a time."""
-    (N, K), of_w = w.shape, of_w or split_rows(unit_rows(w))
+def matmul_grad_x(dy: torch.Tensor, w: torch.Tensor, out: MaybeTensor = None, w_halves: Halves | None = None) -> torch.Tensor:
+    """dy @ w of (M, N) and (N, K): the sum is over w's rows, so dy is scaled by their factors. Some rows of dy at a time."""
+    (N, K), w_halves = w.shape, w_halves or split_rows(unit_rows(w))
     out = torch.empty(len(dy), K, dtype=torch.float32, device=dy.device) if out is None else out
-    for cut in cuts(len(dy), N, K):
-        some = unit_rows(dy[cut])
-        product(split_rows(some, of_w.scale), of_w.values, len(some), K, N, b_across=True, out=out[cut])
+    for chunk in chunks_of(len(dy), N, K):
+        some = unit_rows(dy[chunk])
+        product(split_rows(some, w_halves.scale), w_halves.values, len(some), K, N, b_transposed=True, out=out[chunk])
     return out
 
 
-def multiply_across(dy: torch.Tensor, x: torch.Tensor, out: Given = None) -> torch.Tensor:
-    """dy.T @ x of (M, N) and (..., K): it sums over x's rows, whose scales are factors of dy. Some columns of dy at a time."""
-    (M, N), of_x, K = dy.shape, split_rows(unit_rows(x)), x.shape[-1]
+def matmul_grad_w(dy: torch.Tensor, x: torch.Tensor, out: MaybeTensor = None) -> torch.Tensor:
+    """dy.T @ x of (M, N) and (..., K): the sum is over x's rows, so dy is scaled by their factors. Some columns at a time."""
+    (M, N), x_halves, K = dy.shape, split_rows(unit_rows(x)), x.shape[-1]
     out = torch.empty(N, K, dtype=torch.float32, device=dy.device) if out is None else out
-    for cut in cuts(N, M, K):
-        some = unit_rows(dy)[:, cut]  # its halves have no name, so that they are let go before the next part's are made
-        product(split_columns(some, of_x.scale), of_x.values, some.shape[1], K, M, a_across=True, b_across=True, out=out[cut])
+    for chunk in chunks_of(N, M, K):
+        some = unit_rows(dy)[:, chunk]  # its halves have no name, so that they are freed before the next chunk's are made
+        product(
+            split_columns(some, x_halves.scale), x_halves.values, some.shape[1], K, M,
+            a_transposed=True, b_transposed=True, out=out[chunk],
+        )
     return out
 
 
-def cuts(size: int, length: int, across: int) -> list[slice]:
-    """A dimension cut into parts, whole tiles each, of which the halves of one take no more than CHUNK_BYTES.
+def chunks_of(size: int, length: int, columns: int) -> list[slice]:
+    """Slices of a dimension, whole tiles each; the halves of one, `length` values a row, take no more than CHUNK_BYTES.
 
-    A part's result, by `across`, has a tile for nearly each multiprocessor: a part is larger where it must be for that.
+    A slice's result, of so many columns, has a tile for nearly each multiprocessor: a slice is larger where that takes it.
     """
     tile = HOPPER[0]
-    least = tile.M * cdiv(machine.sm_count() * 9 // 10, cdiv(max(1, across), tile.N))
+    least = tile.M * cdiv(machine.sm_count() * 9 // 10, cdiv(max(1, columns), tile.N))
     most = max(tile.M, CHUNK_BYTES // (4 * max(1, length)))
     parts = max(1, min(cdiv(size, most), size // max(tile.M, least)))
     step = cdiv(cdiv(max(1, size), parts), tile.M) * tile.M
     return [slice(start, min(start + step, size)) for start in range(0, max(1, size), step)]
 
 
-def bytes_of_chunk(size: int, length: int, across: int) -> int:
-    """Of a dimension's parts, the halves of the largest."""
-    return 4 * padded(length) * cuts(size, length, across)[0].stop
+def bytes_of_chunk(size: int, length: int, columns: int) -> int:
+    """Bytes of the halves of the largest slice."""
+    return 4 * padded(length) * chunks_of(size, length, columns)[0].stop
 
 
-def bytes_of(M: int, N: int, K: int) -> int:
-    """What `multiply` allocates beside its result: halves of both operands."""
+def bytes_of_forward(M: int, N: int, K: int) -> int:
+    """What `matmul_forward` allocates beside its result: halves of both operands."""
     return 4 * padded(K) * (M + N)
 
 
-def bytes_of_back(M: int, N: int, K: int) -> int:
+def bytes_of_grad_x(M: int, N: int, K: int) -> int:
     return 4 * padded(K) * N + bytes_of_chunk(M, N, K)
 
 
-def bytes_of_across(M: int, N: int, K: int) -> int:
+def bytes_of_grad_w(M: int, N: int, K: int) -> int:
     return 4 * padded(K) * M + bytes_of_chunk(N, M, K)

@@ -29,19 +29,19 @@ REGISTERS = 240  # a thread's in a warpgroup that computes; the warp that copies
 @gluon.jit
 def _place(item, M, N, BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, GROUP: gl.constexpr):
     """The first row and column of a tile: GROUP rows of tiles are walked together."""
-    down = (M + BLOCK_M - 1) // BLOCK_M
-    across = (N + BLOCK_N - 1) // BLOCK_N
-    first = item // (GROUP * across) * GROUP
-    together = gl.minimum(down - first, GROUP)
-    within = item % (GROUP * across)
-    return (first + within % together) * BLOCK_M, within // together * BLOCK_N
+    tiles_m = (M + BLOCK_M - 1) // BLOCK_M
+    tiles_n = (N + BLOCK_N - 1) // BLOCK_N
+    first = item // (GROUP * tiles_n) * GROUP
+    group_rows = gl.minimum(tiles_m - first, GROUP)
+    within = item % (GROUP * tiles_n)
+    return (first + within % group_rows) * BLOCK_M, within // group_rows * BLOCK_N
 
 
 @gluon.jit
 def _copy(
     a_hi, a_lo, b_hi, b_lo, a_smem, b_smem, full, empty, M, N, K, items,
     ROWS: gl.constexpr, BLOCK_N: gl.constexpr, BLOCK_K: gl.constexpr, STAGES: gl.constexpr, GROUP: gl.constexpr,
-    A_ACROSS: gl.constexpr, B_ACROSS: gl.constexpr,
+    A_TRANSPOSED: gl.constexpr, B_TRANSPOSED: gl.constexpr,
 ):
     """Bring the operands of every tile, BLOCK_K deep at a time, as soon as there is room."""
     slot = 0
@@ -53,13 +53,13 @@ def _copy(
             mbarrier.wait(empty.index(slot), phase ^ 1)
             mbarrier.expect(bar, 4 * a_hi.block_type.nbytes + 2 * b_hi.block_type.nbytes)
             for half in gl.static_range(2):
-                if A_ACROSS:
+                if A_TRANSPOSED:
                     tma.async_copy_global_to_shared(a_hi, [k, m0 + half * ROWS], bar, a_smem.index(4 * slot + 2 * half))
                     tma.async_copy_global_to_shared(a_lo, [k, m0 + half * ROWS], bar, a_smem.index(4 * slot + 2 * half + 1))
                 else:
                     tma.async_copy_global_to_shared(a_hi, [m0 + half * ROWS, k], bar, a_smem.index(4 * slot + 2 * half))
                     tma.async_copy_global_to_shared(a_lo, [m0 + half * ROWS, k], bar, a_smem.index(4 * slot + 2 * half + 1))
-            if B_ACROSS:
+            if B_TRANSPOSED:
                 tma.async_copy_global_to_shared(b_hi, [k, n0], bar, b_smem.index(2 * slot))
                 tma.async_copy_global_to_shared(b_lo, [k, n0], bar, b_smem.index(2 * slot + 1))
             else:
@@ -75,7 +75,7 @@ def _copy(
 def _multiply(
     row_ptr, column_ptr, out_ptr, stride_om, a_smem, b_smem, full, empty, M, N, K, items,
     HALF: gl.constexpr, ROWS: gl.constexpr, BLOCK_N: gl.constexpr, BLOCK_K: gl.constexpr, STAGES: gl.constexpr,
-    GROUP: gl.constexpr, A_ACROSS: gl.constexpr, B_ACROSS: gl.constexpr,
+    GROUP: gl.constexpr, A_TRANSPOSED: gl.constexpr, B_TRANSPOSED: gl.constexpr,
 ):
     """One warpgroup's half of every tile: the first ROWS rows, or the second."""
     L: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_N, 16])
@@ -90,10 +90,10 @@ def _multiply(
             a_lo = a_smem.index(4 * slot + 2 * HALF + 1)
             b_hi = b_smem.index(2 * slot)
             b_lo = b_smem.index(2 * slot + 1)
-            if A_ACROSS:
+            if A_TRANSPOSED:
                 a_hi = a_hi.permute([1, 0])
                 a_lo = a_lo.permute([1, 0])
-            if not B_ACROSS:
+            if not B_TRANSPOSED:
                 b_hi = b_hi.permute([1, 0])
                 b_lo = b_lo.permute([1, 0])
             mbarrier.wait(full.index(slot), phase)
@@ -122,13 +122,13 @@ def _multiply(
 
 @gluon.jit(do_not_specialize=["items"])
 def _product_hopper_kernel(
-    a_hi, a_lo, b_hi, b_lo,  # inputs, as descriptors: a (M, K), or (K, M) where A_ACROSS; b (N, K), or (K, N) where B_ACROSS
+    a_hi, a_lo, b_hi, b_lo,  # descriptors: a (M, K), or (K, M) where A_TRANSPOSED; b (N, K), or (K, N) where B_TRANSPOSED
     row_ptr, column_ptr,  # inputs: scales (M,) and (N,), or None
     out_ptr,  # (M, N)
     stride_om,
     M, N, K, items,
     ROWS: gl.constexpr, BLOCK_N: gl.constexpr, BLOCK_K: gl.constexpr, STAGES: gl.constexpr, GROUP: gl.constexpr,
-    A_ACROSS: gl.constexpr, B_ACROSS: gl.constexpr, REGISTERS: gl.constexpr, num_warps: gl.constexpr,
+    A_TRANSPOSED: gl.constexpr, B_TRANSPOSED: gl.constexpr, REGISTERS: gl.constexpr, num_warps: gl.constexpr,
 ):
     """out = row * column * 2^-28 * (a_hi @ b_hi + a_hi @ b_lo + a_lo @ b_hi).  A tile is 2 * ROWS x BLOCK_N of the result.
 
@@ -147,15 +147,15 @@ def _product_hopper_kernel(
     gl.warp_specialize([
         (_multiply, (
             row_ptr, column_ptr, out_ptr, stride_om, a_smem, b_smem, full, empty, M, N, K, items,
-            0, ROWS, BLOCK_N, BLOCK_K, STAGES, GROUP, A_ACROSS, B_ACROSS,
+            0, ROWS, BLOCK_N, BLOCK_K, STAGES, GROUP, A_TRANSPOSED, B_TRANSPOSED,
         )),
         (_multiply, (
             row_ptr, column_ptr, out_ptr, stride_om, a_smem, b_smem, full, empty, M, N, K, items,
-            1, ROWS, BLOCK_N, BLOCK_K, STAGES, GROUP, A_ACROSS, B_ACROSS,
+            1, ROWS, BLOCK_N, BLOCK_K, STAGES, GROUP, A_TRANSPOSED, B_TRANSPOSED,
         )),
         (_copy, (
             a_hi, a_lo, b_hi, b_lo, a_smem, b_smem, full, empty, M, N, K, items,
-            ROWS, BLOCK_N, BLOCK_K, STAGES, GROUP, A_ACROSS, B_ACROSS,
+            ROWS, BLOCK_N, BLOCK_K, STAGES, GROUP, A_TRANSPOSED, B_TRANSPOSED,
         )),
     ], [4, 1], [REGISTERS, 24])
 
@@ -164,15 +164,15 @@ def shared(x, block: tuple[int, int]) -> TensorDescriptor:
     return TensorDescriptor(x, list(x.shape), list(x.stride()), list(block), shared_layout(block, x.dtype))
 
 
-def product(out, halves, row, column, K: int, tile, depth: int, group: int, a_across: bool, b_across: bool) -> None:
+def product(out, halves, row, column, K: int, tile, depth: int, group: int, a_transposed: bool, b_transposed: bool) -> None:
     """As `_halves.product`, into out; halves are a's hi and lo, then b's."""
     M, N = out.shape
-    a_block = (depth, ROWS) if a_across else (ROWS, depth)
-    b_block = (depth, tile.N) if b_across else (tile.N, depth)
+    a_block = (depth, ROWS) if a_transposed else (ROWS, depth)
+    b_block = (depth, tile.N) if b_transposed else (tile.N, depth)
     items = cdiv(M, 2 * ROWS) * cdiv(N, tile.N)
     launcher(_product_hopper_kernel)[(min(items, machine.sm_count()),)](
         *(shared(half, block) for half, block in zip(halves, (a_block, a_block, b_block, b_block))),
         row, column, out, out.stride(0), M, N, K, items,
-        ROWS=ROWS, BLOCK_N=tile.N, BLOCK_K=depth, STAGES=tile.stages, GROUP=group, A_ACROSS=a_across, B_ACROSS=b_across,
-        REGISTERS=REGISTERS, num_warps=4,
+        ROWS=ROWS, BLOCK_N=tile.N, BLOCK_K=depth, STAGES=tile.stages, GROUP=group,
+        A_TRANSPOSED=a_transposed, B_TRANSPOSED=b_transposed, REGISTERS=REGISTERS, num_warps=4,
     )

@@ -28,7 +28,7 @@ class LossProducts:
     def logits(self, x, out) -> None:
         """out = x @ w.T + b"""
         if self.halves:
-            _halves.multiply(x, self.w, out, self.halves)
+            _halves.matmul_forward(x, self.w, out, self.halves)
             if self.b.numel():
                 out += self.b
         elif self.b.numel():
@@ -39,14 +39,14 @@ class LossProducts:
     def dx(self, dz, out) -> None:
         """out = dz @ w"""
         if self.halves:
-            _halves.multiply_back(dz, self.w, out, self.halves)
+            _halves.matmul_grad_x(dz, self.w, out, self.halves)
         else:
             torch.mm(dz, self.w, out=out)
 
     def add_dw(self, dw, dz, x, first: bool) -> None:
         """dw += dz.T @ x, or = when first."""
         if self.halves:
-            made = _halves.multiply_across(dz, x, out=dw if first else None)
+            made = _halves.matmul_grad_w(dz, x, out=dw if first else None)
             if not first:
                 dw += made
         elif dw.dtype == x.dtype:
@@ -66,5 +66,5 @@ def inside(x, V: int, D: int, rows: int, chunks: int, need_dx: bool, need_dw: bo
     if not by_halves(x):
         return 0
     dx = _halves.bytes_of_chunk(rows, V, D) if need_dx else 0
-    dw = _halves.bytes_of_across(rows, V, D) + (4 * V * D if chunks > 1 else 0) if need_dw else 0
-    return _halves.bytes_of(rows, V, D) + max(0, max(dx, dw) - 4 * rows * D)
+    dw = _halves.bytes_of_grad_w(rows, V, D) + (4 * V * D if chunks > 1 else 0) if need_dw else 0
+    return _halves.bytes_of_forward(rows, V, D) + max(0, max(dx, dw) - 4 * rows * D)

@@ -30,26 +30,26 @@ def floored(cost: Cost, x: torch.Tensor) -> Cost:
     return replace(cost, dtype="float16", bwd_dtype="float16", products=3) if x.dtype == torch.float32 else cost
 
 
-def multiply(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
+def matmul_forward(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
     """x @ w.T, as F.linear."""
     if not by_halves(x):
         return F.linear(x, w)
-    return _halves.multiply(unit_rows(x), w).view(*x.shape[:-1], w.shape[0])
+    return _halves.matmul_forward(unit_rows(x), w).view(*x.shape[:-1], w.shape[0])
 
 
-def multiply_back(dy: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
+def matmul_grad_x(dy: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
     """dy @ w of matrices: the gradient of x."""
-    return _halves.multiply_back(dy, w) if by_halves(dy) else dy @ w
+    return _halves.matmul_grad_x(dy, w) if by_halves(dy) else dy @ w
 
 
-def multiply_across(dy: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
+def matmul_grad_w(dy: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
     """dy.T @ x of matrices: the gradient of w."""
-    return _halves.multiply_across(dy, x) if by_halves(dy) else dy.t() @ x
+    return _halves.matmul_grad_w(dy, x) if by_halves(dy) else dy.t() @ x
 
 
 def inside_end(x: torch.Tensor, M: int, N: int, D: int) -> int:
     """Bytes that the end of an MLP takes besides, forward: what is activated, (M, N), and halves of that and of w, (D, N)."""
-    return M * N * x.element_size() + (_halves.bytes_of(M, D, N) if by_halves(x) else 0)
+    return M * N * x.element_size() + (_halves.bytes_of_forward(M, D, N) if by_halves(x) else 0)
 
 
 def inside_end_backward(dy: torch.Tensor, M: int, N: int, D: int, given: int, need_dw: bool, over: bool = False) -> int:
@@ -60,5 +60,5 @@ def inside_end_backward(dy: torch.Tensor, M: int, N: int, D: int, given: int, ne
     """
     if not by_halves(dy):
         return M * N * dy.element_size()
-    back, across = _halves.bytes_of_back(M, D, N) if given else 0, _halves.bytes_of_across(M, D, N) if need_dw else 0
+    back, across = _halves.bytes_of_grad_x(M, D, N) if given else 0, _halves.bytes_of_grad_w(M, D, N) if need_dw else 0
     return 4 * M * N + max(0, max(back, across) - (0 if over else 4 * given * M * N))

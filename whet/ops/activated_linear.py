@@ -14,7 +14,7 @@ from whet.compiled import compiled
 from whet.launch import launcher
 from whet.op import Cost, Impl, Op, autocast_of, floating, lay, layout_of, nbytes, rows, same_device
 from whet.ops._phi import _gelu_factor
-from whet.ops._products import by_halves, floored, inside_end, inside_end_backward, multiply, multiply_across, multiply_back
+from whet.ops._products import by_halves, floored, inside_end, inside_end_backward, matmul_forward, matmul_grad_w, matmul_grad_x
 from whet.ops._rows import KERNEL_DTYPES, cdiv, unit_rows
 from whet.ops.gelu import reference as gelu_reference
 from whet.parts import row_pieces
@@ -141,7 +141,7 @@ def activated(x, activation, over=False):
 
 
 def forward(x, w, activation, need_dx, need_dw):
-    return multiply(activated(x, activation), w)
+    return matmul_forward(activated(x, activation), w)
 
 
 def backward(dy, x, w, activation, need_dx, need_dw, over=False):
@@ -152,16 +152,16 @@ def backward(dy, x, w, activation, need_dx, need_dw, over=False):
     flat, dw = unit_rows(dy), dy.new_empty(0)
     first = need_dw and (not need_dx or by_halves(dy))
     if first:
-        dw = multiply_across(flat, rows(activated(x, activation)))
+        dw = matmul_grad_w(flat, rows(activated(x, activation)))
     if not need_dx:
         return dy.new_empty(0), dw
-    h = multiply_back(flat, w)  # dh until the kernel has run
+    h = matmul_grad_x(flat, w)  # dh until the kernel has run
     dx = x if over else torch.empty_like(x, memory_format=torch.contiguous_format)
     if numel := dx.numel():
         launcher(_act_bwd_kernel)[(cdiv(numel, BLOCK),)](
             h, x.contiguous(), dx, numel, **formula(activation), AGAIN=need_dw and not first, BLOCK=BLOCK, num_warps=WARPS
         )
-    return dx, multiply_across(flat, h) if need_dw and not first else dw
+    return dx, matmul_grad_w(flat, h) if need_dw and not first else dw
 
 
 def _bwd_fake(dy, x, w, activation, need_dx, need_dw):

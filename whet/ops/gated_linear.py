@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from whet.compiled import compiled
 from whet.op import Cost, Impl, Op, autocast_of, floating, lay, layout_of, nbytes, rows, same_device
 from whet.ops import _gated
-from whet.ops._products import by_halves, floored, inside_end, inside_end_backward, multiply, multiply_across, multiply_back
+from whet.ops._products import by_halves, floored, inside_end, inside_end_backward, matmul_forward, matmul_grad_w, matmul_grad_x
 from whet.ops._rows import KERNEL_DTYPES, unit_rows
 from whet.ops.geglu import NAMES
 from whet.ops.geglu import reference as geglu_reference
@@ -70,7 +70,7 @@ def activated(gate, up, activation):
 
 
 def forward(gate, up, w, activation, need_dgate, need_dw):
-    return multiply(activated(gate, up, activation), w)
+    return matmul_forward(activated(gate, up, activation), w)
 
 
 def backward(dy, gate, up, w, activation, need_dgate, need_dw, over=False):
@@ -82,15 +82,15 @@ def backward(dy, gate, up, w, activation, need_dgate, need_dw, over=False):
     flat, none = unit_rows(dy), dy.new_empty(0)
     dw, first = none, need_dw and (not need_dgate or by_halves(dy))
     if first:
-        dw = multiply_across(flat, rows(activated(gate, up, activation)))
+        dw = matmul_grad_w(flat, rows(activated(gate, up, activation)))
     if not need_dgate:
         return none, None if up is None else none, dw
-    h = multiply_back(flat, w)  # dh until the kernel has run
+    h = matmul_grad_x(flat, w)  # dh until the kernel has run
     if up is None:
         dgate, dup = _gated.backward_packed(h, gate, activation, need_dw and not first), None
     else:
         dgate, dup = _gated.backward(h, gate, up, activation, need_dw and not first, over)
-    return dgate, dup, multiply_across(flat, h) if need_dw and not first else dw
+    return dgate, dup, matmul_grad_w(flat, h) if need_dw and not first else dw
 
 
 def _bwd_fake(dy, gate, up, w, activation, need_dgate, need_dw):

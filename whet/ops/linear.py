@@ -51,14 +51,14 @@ def cost(x, w):
 
 
 def forward(x, w, need_dx, need_dw):
-    return _halves.multiply(unit_rows(x), w).view(*x.shape[:-1], w.shape[0])
+    return _halves.matmul_forward(unit_rows(x), w).view(*x.shape[:-1], w.shape[0])
 
 
 def backward(dy, x, w, need_dx, need_dw):
     """dx and dw, each of no elements where it is not asked for."""
     flat, none = unit_rows(dy), dy.new_empty(0)
-    dx = _halves.multiply_back(flat, w).view(*dy.shape[:-1], w.shape[1]) if need_dx else none
-    return dx, _halves.multiply_across(flat, x) if need_dw else none
+    dx = _halves.matmul_grad_x(flat, w).view(*dy.shape[:-1], w.shape[1]) if need_dx else none
+    return dx, _halves.matmul_grad_w(flat, x) if need_dw else none
 
 
 def _bwd_fake(dy, x, w, need_dx, need_dw):
@@ -73,15 +73,15 @@ def _save(args, results):
 
 
 def inside(x, w, *need) -> int:
-    return _halves.bytes_of(x.numel() // max(1, x.shape[-1]), *w.shape)
+    return _halves.bytes_of_forward(x.numel() // max(1, x.shape[-1]), *w.shape)
 
 
 def inside_backward(dy, x, w, need_dx, need_dw) -> int:
     """dx comes first: what it takes is let go before dw is there."""
     M, N = dy.numel() // max(1, dy.shape[-1]), dy.shape[-1]
-    back, across = _halves.bytes_of_back(M, *w.shape) if need_dx else 0, 0
+    back, across = _halves.bytes_of_grad_x(M, *w.shape) if need_dx else 0, 0
     if need_dw:
-        back, across = back - 4 * N * x.shape[-1], _halves.bytes_of_across(M, N, x.shape[-1])
+        back, across = back - 4 * N * x.shape[-1], _halves.bytes_of_grad_w(M, N, x.shape[-1])
     return max(0, back, across)
 
 

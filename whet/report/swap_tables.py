@@ -52,8 +52,8 @@ def note(m: dict, g: dict) -> str:
 
 
 def left_table(m: dict) -> Table:
-    """What was looked at and left as it is: one row per reason."""
-    table, reasons = Table("left as it is", columns("kind", "where", "why")), dict[tuple, list[str]]()
+    """Modules that a recogniser looked at and that were not replaced: one row per reason."""
+    table, reasons = Table("not replaced", columns("kind", "where", "why")), dict[tuple, list[str]]()
     for x in m.get("left") or []:
         reasons.setdefault((x.get("kind"), x.get("why")), []).append(x.get("path") or "the model")
     for (kind, why), paths in reasons.items():

@@ -216,7 +216,7 @@ def _time_group(
     runs = {BEFORE: run} | {name: toggled(one, ops, run) for name, (one, _) in forms.items()}
     if site.path and forms and all(plainly_served(used) and same_work(run, runs[name]) for name, (_, used) in forms.items()):
         first, group.replaced, group.same = next(iter(forms.values())), False, True
-        group.why = "what serves it here is what it calls itself"
+        group.why = "it already makes the chosen PyTorch calls"
         return group.use(first[0].form, first[1])
     try:
         raced, how = raced_in(mode if site.path else "eager", runs, seconds) if forms else (None, "")

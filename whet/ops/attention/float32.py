@@ -310,7 +310,7 @@ def heads(B: int, H: int, Hkv: int) -> list[int]:
     return [B * H, B * Hkv, B * Hkv]
 
 
-def shorn(o: torch.Tensor, D: int) -> torch.Tensor:
+def unpadded(o: torch.Tensor, D: int) -> torch.Tensor:
     """Without the padding, rows of all heads beside each other."""
     return o if o.shape[3] == D else o.transpose(1, 2)[..., :D].contiguous().transpose(1, 2)
 
@@ -323,13 +323,13 @@ def forward(q, k, v, scale, offset, left, right):
     of = peaks.split(heads(B, H, Hkv))
     halves = [split(t, peak) for t, peak in zip((q, k, v), of)]
     if not (o.numel() and Lk):
-        return shorn(o.zero_(), D), lse.fill_(float("-inf")), *halves, peaks
+        return unpadded(o.zero_(), D), lse.fill_(float("-inf")), *halves, peaks
     t = Tile.read(TILES[block_d(D)][0])
     launcher(_forward_float32_kernel)[(B * H * cdiv(Lq, t.M),)](
         view(halves[0], t.M), view(halves[1], t.N), view(halves[2], t.N), *of, view(o, t.M), lse,
         B, H, H // Hkv, Lq, Lk, max(scale * LOG2E, 2.0**-126), offset, **limits(left, right), BLOCK_D=block_d(D), **t.options,
     )
-    return shorn(o, D), lse, *halves, peaks
+    return unpadded(o, D), lse, *halves, peaks
 
 
 def backward(do, dlse, q, k, v, peaks, o, lse, scale, offset, left, right):
