@@ -62,6 +62,10 @@ def command(
     made, name = record.make(f"whet bench {MODEL} {said}", []), name or f"bench {MODEL} {' '.join(asked)}"
     kept = lambda: f"{sum(len(shape['cells']) for shape in made['measured'])} cells are in the record"  # noqa: E731
     with plain_errors(kept), progress_bar(not as_json) as progress, quiet_profiler():
+        if not console.is_terminal:
+            count, sizes = make(f"{MODEL}:{asked[0]}").count, " and ".join(asked)
+            on = "" if torch.cuda.is_available() else ", which takes minutes and more on a CPU"
+            typer.echo(f"whet: each of {count} cells of {sizes} is verified in float64, then timed{on}", err=True)
         for shape in asked:
             run(make(f"{MODEL}:{shape}"), made, lambda: record.write(made, records, name), progress)
 
