@@ -33,7 +33,7 @@ def interrupted(number: int = signal.SIGINT, *_) -> None:
 
 
 @dataclass
-class Asked:
+class StopSignal:
     """Which signal asked for the end; 0: none."""
 
     signal: int = 0
@@ -41,12 +41,12 @@ class Asked:
 
 
 @contextlib.contextmanager
-def deferred(notice: str, now: Callable[[], float]) -> Iterator[Asked]:
+def deferred(notice: str, now: Callable[[], float]) -> Iterator[StopSignal]:
     """Within the block the first signal is noted, for the block to end when it can; a second one is KeyboardInterrupt.
 
     Handlers that someone else has set stay. notice: a line for stderr at the first one; now: a clock, seconds
     """
-    asked = Asked()
+    asked = StopSignal()
 
     def note(number: int, *_) -> None:
         global received
