@@ -1,12 +1,15 @@
 """Matrix: every way of a training step is verified and timed against one baseline, and what does not run says why."""
 
 import functools
+import re
 from dataclasses import replace
 
 import pytest
 import torch
+from typer.testing import CliRunner
 
 from whet import machine, matrix, subjects
+from whet.commands import app, bench_transformer_np
 from whet.matrix import STAGES, Matrix, MatrixCell, StepWay, points
 from whet.measure import Race
 from whet.models.transformer_np import RECIPES, SIZES, TransformerNPConfig
@@ -120,3 +123,16 @@ def test_tables_have_a_row_for_each_cell_and_for_each_way_that_ran():
     text = cells_table(shape).to_markdown()
     assert text.count("\n| ") >= len(found()) and "a CUDA graph needs a GPU" in text
     assert "custom fused" in stages_table(shape).to_markdown() and stages_table(shape | {"cells": []}) is None
+
+
+def test_where_there_is_no_terminal_a_line_says_first_what_is_tried(monkeypatch, tmp_path):
+    monkeypatch.setattr(bench_transformer_np, "run", interrupted)
+    words = ["bench", "transformer-np", "--shapes", "tiny,small", "--cells", "plain", "--records", str(tmp_path)]
+    result = CliRunner().invoke(app, words)
+    first, stopped = result.stderr.splitlines()
+    assert re.match(r"whet: each of \d+ cells of tiny and small is verified in float64, then timed", first)
+    assert result.exit_code == 130 and stopped == "whet: stopped; 0 cells are in the record"
+
+
+def interrupted(*_):
+    raise KeyboardInterrupt

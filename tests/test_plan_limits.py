@@ -9,13 +9,14 @@ from torch import nn
 
 from whet.choices import Choices
 from whet.diagnose.target import Target
+from whet.lock import Lock
 from whet.measure import Race
 from whet.models import find, recipe_of
 from whet.op import Call
 from whet.plan import BEFORE, Plan, PlanResult, graphed
-from whet.plan_limits import AIM, Leaner, Limit, fastest, kept_bytes, leaner, rounds, steps_down, told, within
+from whet.plan_limits import AIM, Leaner, Limit, fastest, kept_bytes, leaner, refuse_early, rounds, steps_down, told, within
 from whet.plan_memory import PlanMemory, PredictedMemory
-from whet.plans import Trial
+from whet.plans import Trial, best_plan
 from whet.race import TIED, race_outcome, timing
 from whet.subjects import BuiltIn, Given
 
@@ -258,3 +259,20 @@ def test_a_model_over_the_limit_runs_with_blocks_computed_again_and_the_same_gra
     chosen = trial.results[done.chosen]
     assert chosen.ok and chosen.share <= 1 and chosen.predicted_mb * 1e6 <= limit.most
     assert trial.before_result.why.startswith("over the limit of")
+
+
+def test_a_limit_below_what_stays_between_steps_is_refused_before_any_verification(monkeypatch):
+    monkeypatch.setattr("whet.plans.Tuning", lambda *_, **__: pytest.fail("candidates were verified"))
+    said = "no plan takes 10.0 KiB or less; parameters, gradients and the optimizer's state alone take"
+    with pytest.raises(ValueError, match=said):
+        best_plan("gpt2:tiny", Lock(), max_memory=10 * 2**10)
+
+
+def test_a_limit_that_weights_and_their_gradients_keep_to_is_not_refused_early():
+    memory, subject = PlanMemory(gpt().workload, "cpu", []), gpt()
+    kept = memory.of(stock := next(p for p in subject.plans() if p.choices == "stock"), Choices(), "float32").kept
+    refuse_early(memory, subject, "float32", kept)
+    with pytest.raises(ValueError, match="alone take"):
+        refuse_early(memory, subject, "float32", kept // 2)
+    sizes = [4 * p.numel() for p in subject.workload(stock, Choices(), "float32").model.parameters()]
+    assert 4 * sum(sizes) <= kept < 4.1 * sum(sizes), "weights, gradients, two moments, and a batch"

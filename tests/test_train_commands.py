@@ -12,8 +12,8 @@ from typer.testing import CliRunner
 
 from whet.autoselect import ModelConfig
 from whet.commands import app
-from whet.train.build import TrainedModel
-from whet.train.export import LoadedRun, as_tokenizers, export, load_run, sample
+from whet.train.build import TrainedModel, config_of
+from whet.train.export import LoadedRun, as_tokenizers, by_folders_model, export, load_run, sample
 from whet.train.log import RunLog, read_log
 from whet.train.recipe import made, read, settings_of
 from whet.train.tokenize import ByteTokenizer
@@ -214,3 +214,43 @@ def test_an_op_is_not_forced_in_a_folders_model(shards, tmp_path):  # noqa: F811
     recipe = small(shards, model__path=str(tmp_path), kernels__force={"rms_norm": "triton"})
     with pytest.raises(ValueError, match="kernels.force is for models of whet"):
         quiet(recipe, tmp_path / "run")
+
+
+@pytest.mark.parametrize("key", ["model.size", "model.name", "model.layers"])
+def test_what_sets_a_model_beside_a_folder_is_refused_where_the_user_set_it(key, tmp_path):
+    """On the command line or in the file that names the folder; what a base sets is passed over."""
+    own, value = tmp_path / "own.toml", {"model.layers": 3}.get(key, "tiny")
+    said = f"{key} cannot be set: model.path is a folder"
+    with pytest.raises(ValueError, match=said):
+        read("gpt2-d12-gqa", {"model.path": "folder", key: value})
+    for where in (f"{key[6:]} =", f'[cpu]\n"{key}" ='):
+        own.write_text(f'base = "gpt2-d12"\n[model]\npath = "folder"\n{where} {value!r}\n')
+        with pytest.raises(ValueError, match=said):
+            read(str(own))
+    own.write_text('base = "gpt2-d12-gqa"\n[model]\npath = "folder"\n')
+    assert read(str(own)).model.path == read("gpt2-d12-gqa", {"model.path": "folder"}, "cpu").model.path == "folder"
+
+
+def test_grouped_and_single_keys_are_two_models_also_on_a_cpu():
+    found = [config_of(read(f"gpt2-d12{kind}", None, "cpu"), 257)[1] for kind in ("", "-gqa", "-mqa")]
+    assert [c.kv_heads for c in found] == [found[0].heads, found[0].heads // 2, 1]
+
+
+@pytest.mark.parametrize("text", ["", "the cat ", "the cat sat on the mat. " * 4])
+def test_a_sample_of_a_folders_model_goes_on_past_its_positions(text, shards, tmp_path, caplog):  # noqa: F811
+    from transformers import GPT2Config, GPT2LMHeadModel
+
+    torch.manual_seed(0)
+    sizes = dict(vocab_size=257, n_positions=24, n_embd=16, n_layer=1, n_head=2)
+    GPT2LMHeadModel(GPT2Config(**sizes)).save_pretrained(tmp_path / "model")
+    flat = {"model.path": str(tmp_path / "model"), "data.path": str(shards), "train.steps": 1, "train.batch_size": 2,
+            "train.seq_len": 16, "train.precision": "float32"}
+    quiet(made(flat, "mine"), tmp_path / "run")
+    run = load_run(tmp_path / "run")
+    seen: list[int] = []
+    run.trained.model.register_forward_pre_hook(
+        lambda m, args, given: seen.append(int(given["position_ids"].max()) + 1), with_kwargs=True)
+    run.trained.model.generation_config.eos_token_id = None
+    ids = by_folders_model(run.trained.model, torch.tensor([[*text.encode()] or [256]]), 100, -1, dict(do_sample=False))
+    assert ids.shape[1] == max(1, len(text)) + 100 and max(seen) <= 24
+    assert not [r for r in caplog.records if "maximum length" in r.getMessage()]

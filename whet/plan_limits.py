@@ -10,6 +10,7 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from whet.choices import Choices
+from whet.decode.cache import free_bytes
 from whet.measure import Race
 from whet.op import DTYPES, Call, discover, tensors
 from whet.plan import BEFORE, Plan, PlanResult, graphed
@@ -192,6 +193,19 @@ class Limit:
         if mb is None:
             return "its memory is not known here"
         return f"over the limit of {gib(self.most)}: it takes {gib(mb * 1e6)}" if mb * 1e6 > self.most else ""
+
+
+def refuse_early(memory: PlanMemory, subject: Subject, precision: str, most: int) -> None:
+    """ValueError, with the figures, before anything is built: a step does not fit what is free, or what stays the limit."""
+    memory.refuse(subject.name, subject.plans(), precision, free_bytes(torch.device(subject.device)))
+    stock = next((p for p in subject.plans() if p.choices == "stock" and not p.compiled), None)
+    found = memory.of(stock, Choices(), precision) if most and stock else None
+    if found is not None and found.kept * (1 - WITHIN) > most:
+        what = "parameters" if subject.kind == "forward" else "parameters, gradients and the optimizer's state"
+        raise ValueError(
+            f"optimize: {subject.name}: no plan takes {gib(most)} or less; {what} alone take {gib(found.kept)}, and a step of "
+            f"PyTorch's own calls {gib(found.peak)}, by prediction"
+        )
 
 
 def fastest(heats: Sequence[Race], results: Mapping[str, PlanResult], limit: Limit | None, name: str) -> Outcome:

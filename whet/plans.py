@@ -22,7 +22,7 @@ from whet.machine import commit
 from whet.measure import Race, free_memory, memory_allocated, now, race
 from whet.op import Call
 from whet.plan import BEFORE, Plan, PlanResult, asked_plans, graphed, peak_memory
-from whet.plan_limits import Limit, fastest, rounds
+from whet.plan_limits import Limit, fastest, refuse_early, rounds
 from whet.plan_memory import PlanMemory, lacking
 from whet.race import Outcome, leanest, paired
 from whet.subjects import BuiltIn, Subject, subject_of
@@ -341,7 +341,7 @@ def best_plan(
         return known | {"from_lock": True, "entries": list(entries.values())}
     started, memory = now(), PlanMemory(subject.workload, subject.device, subject.notes)
     todo = asked_plans(subject.plans(), only, subject.device == "cuda")
-    memory.refuse(subject.name, subject.plans(), precision, free_bytes(torch.device(subject.device)))
+    refuse_early(memory, subject, precision, max_memory)
     progress("recording calls", 0, 1)
     calls, recorded = subject.calls(precision), now()
     trial = Trial(subject, precision, seconds, memory)

@@ -29,7 +29,7 @@ class TwoWords(TyperGroup):
             return super().invoke(ctx)
         except KeyboardInterrupt:  # commands answer for what they began
             typer.echo("whet: stopped; nothing was begun yet", err=True)
-            raise typer.Exit(130) from None
+            raise typer.Exit(interrupts.code()) from None
 
 
 class PlainHelp(TyperCommand):

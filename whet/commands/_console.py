@@ -12,6 +12,10 @@ import typer
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
+from whet import interrupts
+
+WAIT_S = 5.0  # for rank 0, which may have begun later, to say what this process would
+LOOK_S = 0.05
 EVERY = 10.0  # seconds between lines of progress in a log
 WIDTH = 160  # letters, where there is no terminal and COLUMNS says nothing
 
@@ -99,20 +103,52 @@ def emit(made: dict, as_json: bool, folder: str, name: str, show: Callable[[], N
 
 @contextlib.contextmanager
 def plain_errors(kept: str | Callable[[], str]) -> Iterator[None]:
-    """What a user did wrong is one line, exit code 2; a stopped run says what it kept, exit code 130."""
+    """What a user did wrong is one line, exit code 2; a stopped run says what it kept, exit code 130, after SIGTERM 143."""
     try:
         yield
     except ValueError as e:
-        typer.echo(f"whet: {e}", err=True)
+        complain(f"whet: {e}")
         raise typer.Exit(2) from None
     except OSError as e:
         if e.filename is None:  # as of standard output, which whet.__main__ answers for
             raise
-        typer.echo(f"whet: {e.filename}: {e.strerror or type(e).__name__}", err=True)
+        complain(f"whet: {e.filename}: {e.strerror or type(e).__name__}")
         raise typer.Exit(2) from None
     except KeyboardInterrupt:
-        typer.echo(f"whet: stopped; {kept if isinstance(kept, str) else kept()}", err=True)
-        raise typer.Exit(130) from None
+        complain(f"whet: stopped; {kept if isinstance(kept, str) else kept()}", stopped=True)
+        raise typer.Exit(interrupts.code()) from None
+
+
+def complain(line: str, stopped: bool = False) -> None:
+    """A line on stderr. Of processes that torchrun started only the first one prints what all have to say."""
+    if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True" or not said_by_first(line, stopped):
+        typer.echo(line, err=True)
+
+
+def said_by_first(line: str, stopped: bool) -> bool:
+    """Whether rank 0 prints the same, or anything where this process was stopped; it leaves its line in torchrun's store.
+
+    One that rank 0 does not meet is printed after WAIT_S, or when torchrun stops this process.
+    """
+    from datetime import timedelta
+    from threading import Event
+
+    from torch.distributed import TCPStore
+
+    store, found = None, None
+    with contextlib.suppress(KeyError, ValueError, RuntimeError, KeyboardInterrupt):  # a store that is gone is a RuntimeError
+        host, port, again = (os.environ[k] for k in ("MASTER_ADDR", "MASTER_PORT", "TORCHELASTIC_RESTART_COUNT"))
+        key = f"whet/said/{again}"
+        store = TCPStore(host, int(port), is_master=False, timeout=timedelta(seconds=WAIT_S))
+        if os.environ["RANK"] == "0":
+            store.set(key, line)
+            return False
+        for _ in range(round(WAIT_S / LOOK_S)):
+            if store.check([key]):
+                found = store.get(key).decode()
+                break
+            Event().wait(LOOK_S)
+    return found is not None and (stopped or found == line)
 
 
 def refuse_directory(option: str, path: str | None) -> None:

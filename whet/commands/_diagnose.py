@@ -9,6 +9,8 @@ from typing import Annotated
 
 import typer
 
+from whet import interrupts
+
 TARGET_HELP = "A built-in model (tiny-llama:tiny), file.py:function returning model and batch, or a script (file.py)."
 Where = Annotated[str, typer.Argument(metavar="TARGET", help=TARGET_HELP)]
 Train = Annotated[bool, typer.Option("--train", help="Look at a training step (default where the model returns a loss).")]
@@ -39,7 +41,7 @@ def could_run() -> Iterator[None]:
         raise typer.Exit(2) from None
     except KeyboardInterrupt:
         typer.echo("whet: stopped; nothing is kept", err=True)
-        raise typer.Exit(130) from None
+        raise typer.Exit(interrupts.code()) from None
     except typer.Exit:
         raise
     except Exception as e:

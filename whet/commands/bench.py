@@ -7,6 +7,7 @@ from typing import Annotated
 
 import typer
 
+from whet import interrupts
 from whet.commands._console import Dtype, Json, Records, Shapes, console, emit, plain_errors, progress_bar
 
 Mode = Annotated[str, typer.Option(help="eager (host overhead included), graph (GPU work alone) or both; a CPU: eager only.")]
@@ -59,7 +60,7 @@ def command(
         emit(made, as_json, records, name or " ".join(default), show)
         if stopped:
             typer.echo(f"whet: stopped; {len(entries)} of {len(lock.calls)} were timed and are in the record", err=True)
-            raise typer.Exit(130)
+            raise typer.Exit(interrupts.code())
 
 
 def stopped_early(work: Callable[[], object], lock) -> bool:

@@ -6,6 +6,7 @@ from typing import Annotated, Any
 
 import typer
 
+from whet import interrupts
 from whet.commands._console import Json, Records, comma_list, console, emit, plain_errors, progress_bar
 from whet.commands._options import Device, option
 
@@ -60,7 +61,7 @@ def command(
     emit(kept.made, as_json, records, kept.name, lambda: decode_tables.show(console, kept.made["measured"]))
     if stopped:
         typer.echo("whet: stopped; what was measured until then is in the record", err=True)
-        raise typer.Exit(130)
+        raise typer.Exit(interrupts.code())
 
 
 def numbers(text: str, option: str) -> list[int]:

@@ -56,7 +56,8 @@ def command(
         make = functools.partial(
             Matrix, precision=precision, seconds=seconds, only=comma_list(only), cells=comma_list(cells) or CELLS,
         )
-        make(f"{MODEL}:{asked[0]}")  # which refuses what it does not know
+        count = make(f"{MODEL}:{asked[0]}").count  # which refuses what it does not know
+    announce(count, asked, torch.cuda.is_available())
     options = {"shapes": ",".join(asked), "precision": precision, "seconds": f"{seconds:g}", "only": only, "cells": cells}
     said = " ".join(f"--{option} {shlex.quote(value)}" for option, value in options.items() if value)
     made, name = record.make(f"whet bench {MODEL} {said}", []), name or f"bench {MODEL} {' '.join(asked)}"
@@ -72,6 +73,13 @@ def command(
                 console.print(stages)
 
     emit(made, as_json, records, name, show)
+
+
+def announce(count: int, shapes: list[str], gpu: bool) -> None:
+    """What is tried, where no bar shows it."""
+    if not console.is_terminal:
+        long = "" if gpu else ", which takes minutes and more on a CPU"
+        typer.echo(f"whet: each of {count} cells of {' and '.join(shapes)} is verified in float64, then timed{long}", err=True)
 
 
 def run(matrix: Any, made: dict, write: Callable, progress: Callable[[str, int, int], None]) -> None:

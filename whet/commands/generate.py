@@ -8,6 +8,7 @@ from typing import Annotated, Any
 
 import typer
 
+from whet import interrupts
 from whet.commands._console import Json, console, plain_errors, progress_bar
 from whet.commands._options import Device, option
 
@@ -166,4 +167,4 @@ def command(
             console.print(line)
     if answer.stopped:
         typer.echo(f"whet: stopped after {len(made['tokens'])} tokens", err=True)
-        raise typer.Exit(130)
+        raise typer.Exit(interrupts.code())

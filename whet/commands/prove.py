@@ -4,6 +4,7 @@ from typing import Annotated
 
 import typer
 
+from whet import interrupts
 from whet.commands._console import DTYPE_HELP, Json, Records, console, emit, plain_errors, progress_bar
 
 
@@ -46,6 +47,6 @@ def command(
         emit(made, as_json, records, name, lambda: tables.show_proofs(console, rows))
     if stopped:
         typer.echo(f"whet: stopped; {len(rows)} candidates were proved and are in the record", err=True)
-        raise typer.Exit(130)
+        raise typer.Exit(interrupts.code())
     if any(row["outcome"] in ("rejected", "failed") for row in rows):
         raise typer.Exit(1)

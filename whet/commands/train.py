@@ -2,6 +2,7 @@
 
 import json
 import os
+import shlex
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -54,11 +55,11 @@ def command(
     Example: whet train gpt2-d12 --set train.steps=2 --set train.batch_size=2 --set train.seq_len=32
     """
     begun: list[Path] = []
-    with plain_errors(lambda: left(begun)):
+    name = run or f"{Path(recipe).stem}-{stamp()}"
+    with plain_errors(lambda: left(begun, name, runs)):
         given = settings_of(recipe, settings, tune, retune_every)
         if resume and not run:
             raise ValueError("train: --resume needs --name NAME, the run to go on with")
-        name = run or f"{Path(recipe).stem}-{stamp()}"
         wanted = fitting(recipe, given, Path(runs), named(name, seeds), resume)
         with together(recipe, given):
             for folder, more in wanted:
@@ -67,13 +68,14 @@ def command(
                 ended(outcome, page, as_json)
 
 
-def left(begun: list[Path]) -> str:
-    """What a run that was stopped leaves."""
+def left(begun: list[Path], name: str, runs: str) -> str:
+    """What a run that was stopped leaves, and how to go on with it."""
     if not begun:
         return "nothing was begun yet"
-    if any(begun[-1].glob("checkpoints/step-*")):
-        return f"{begun[-1]} keeps its checkpoints; go on with --resume and --name, as this run is named"
-    return f"{begun[-1]} has no checkpoint yet: --resume begins it anew"
+    how = f"--resume --name {shlex.quote(name)}" + (f" --runs {shlex.quote(runs)}" if runs != "runs" else "")
+    if kept := sorted(path.name for path in begun[-1].glob("checkpoints/step-*")):
+        return f"{begun[-1]} keeps its checkpoints; go on with {how}, from {kept[-1]}"
+    return f"{begun[-1]} has no checkpoint yet: {how} begins it anew"
 
 
 def fitting(recipe: str, given: dict, runs: Path, wanted: list[tuple[str, dict]], resume: bool) -> list[tuple[Path, dict]]:

@@ -37,6 +37,8 @@ def bytes_of(value: int | str) -> int:
 
 
 def gib(size: float) -> str:
+    if size < 2**18:
+        return f"{size / 2**10:,.1f} KiB"
     return f"{size / 2**30:,.2f} GiB" if size >= 2**28 else f"{size / 2**20:,.1f} MiB"
 
 

@@ -111,12 +111,26 @@ def sample(
         torch.manual_seed(seed)
         chance: dict[str, Any] = dict(do_sample=bool(temperature))
         chance |= dict(temperature=temperature, top_k=top_k) if temperature else {}
-        found = model.generate(start, max_new_tokens=tokens, **chance)  # type: ignore[operator]
+        found = by_folders_model(model, start, tokens, words.eos, chance)
     else:
         found = generate(cast(Sampleable, model), start, tokens, temperature, top_k, seed)
     new = found[0].tolist()
     end = new.index(words.eos, len(ids)) if words.eos in new[len(ids) :] else len(new)
     return words.decode(new[:end])
+
+
+def by_folders_model(model: Any, ids: torch.Tensor, tokens: int, eos: int, chance: dict[str, Any]) -> torch.Tensor:
+    """Transformers' generate, which goes past the positions of its model: there it begins anew with the later half of them."""
+    longest = getattr(model.config.get_text_config(), "max_position_embeddings", None) or ids.shape[1] + tokens
+    end = ids.shape[1] + tokens
+    while ids.shape[1] < end:
+        seen = ids if ids.shape[1] < longest else ids[:, -max(1, longest // 2) :]
+        asked = min(end - ids.shape[1], max(1, longest - seen.shape[1]))
+        new = model.generate(seen, max_new_tokens=asked, **chance)[:, seen.shape[1] :]
+        ids = torch.cat([ids, new], 1)
+        if new.shape[1] < asked or (new == eos).any():  # the model's own end, or the text's
+            break
+    return ids
 
 
 def export(run: LoadedRun, out: Path, tokenizer: str = "") -> dict:

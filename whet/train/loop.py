@@ -7,14 +7,16 @@ A step is whet.compile_step's: the plan is chosen at the first batch. Losses are
 """
 
 import math
+import signal
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from torch.distributed.tensor import DTensor
 
+from whet import interrupts
 from whet.graphs import Mark
 from whet.lock import Lock
 from whet.measure import now
@@ -28,7 +30,11 @@ from whet.train.tasks import GPTasks, shown_task
 from whet.train.watch import Diverged, first_bad_module, gone_bad
 from whet.workload import find_loss
 
+AGREE_S = 1.0  # of steps between two looks of several processes at each other's signals
+NOTICE = "whet: the run ends after this step, with a checkpoint; the same again ends it at once, without one\n"
 RETUNE_S = 0.05  # of timing for each candidate, while the run waits
+VOTES = 3
+MOST_STEPS = 1000  # whose losses wait on the device to be read
 Pending = tuple[int, torch.Tensor, float]  # a step, its loss, which is still on the device, and its learning rate
 
 
@@ -51,6 +57,8 @@ def train(
 ) -> TrainOutcome:
     """Train by the recipe into a run folder. ValueError in one line for whatever is wrong before step 0; Diverged after.
 
+    SIGINT and SIGTERM end it after the step under way, with a checkpoint: KeyboardInterrupt.
+
     after   called with the run when its last step is done and saved
     live    is given the line of each step whose loss is read, also of those that are not printed
     """
@@ -66,7 +74,11 @@ def train(
                 torch.manual_seed((recipe.train.seed * 1_000_003 + run.step) * world.size + world.rank)
             if run.device == "cuda":
                 torch.cuda.reset_peak_memory_stats()  # choosing kernels and plans held copies
-            looped(run)
+            with interrupts.deferred("" if world.rank else NOTICE, now) as run.asked:
+                looped(run)
+                settled(run, run.world.mean(torch.cat(votes(run, torch.zeros(1, device=run.device)))).tolist())
+                if run.stop:
+                    ended(run)
             outcome = TrainOutcome(folder, run.step, run.last_loss, run.val_loss, run.tokens, run.time_s)
             after(run)
             return outcome
@@ -79,25 +91,50 @@ class Losses:
     """Of steps whose end nobody has waited for: on their way to the host."""
 
     steps: list[Pending]
-    values: torch.Tensor  # of each step, then the norm of the last one's gradients where they are clipped
+    values: torch.Tensor  # of each step, then the votes, then the norm of the last one's gradients where they are clipped
     end: Mark
+    shown: bool = True
 
     @classmethod
-    def of(cls, run: Training, steps: list[Pending]) -> "Losses":
-        found = run.world.mean(torch.stack([loss for _, loss, _ in steps]))
+    def of(cls, run: Training, steps: list[Pending], shown: bool) -> "Losses":
+        found = torch.stack([loss.detach() for _, loss, _ in steps])
+        found = run.world.mean(torch.cat([found, *votes(run, found)]) if run.world.size > 1 else found)
         norm = run.stepper.norm if run.stepper is not None else None
         if norm is not None:
             norm = norm.full_tensor() if isinstance(norm, DTensor) else norm
             found = torch.cat([found, norm.detach().reshape(1).to(found)])
         if found.is_cuda:
             found = torch.empty(found.shape, pin_memory=True).copy_(found, non_blocking=True)
-        return cls(steps, found, Mark(torch.device(run.device)))
+        return cls(steps, found, Mark(torch.device(run.device)), shown)
 
-    def read(self) -> tuple[list[float], float | None]:
+    def read(self, run: Training) -> tuple[list[float], float | None]:
         """The losses and the norm, once the device has come so far."""
         self.end.wait()
-        losses: list[float] = self.values.tolist()
-        return losses[: len(self.steps)], losses[-1] if len(losses) > len(self.steps) else None
+        values: list[float] = self.values.tolist()
+        losses, rest = values[: len(self.steps)], values[len(self.steps) :]
+        if run.world.size > 1:
+            settled(run, rest[:VOTES])
+            rest = rest[VOTES:]
+        return losses, rest[0] if rest else None
+
+
+def votes(run: Training, like: torch.Tensor) -> list[torch.Tensor]:
+    """What all processes agree on, as this one has it. Filled on the device: a copy from the host would wait for it."""
+    asked = run.asked.signal
+    return [like.new_full((1,), float(x)) for x in (asked == signal.SIGINT, asked == signal.SIGTERM, run.step_s)]
+
+
+def settled(run: Training, found: list[float]) -> None:
+    """The votes, averaged: the signal that ends the run, and how many steps until all look again."""
+    interrupt, terminate, step_s = found
+    run.stop = signal.SIGTERM if terminate else signal.SIGINT if interrupt else 0
+    run.agree_every = max(1, min(round(AGREE_S / step_s), MOST_STEPS)) if step_s else run.agree_every
+
+
+def ended(run: Training) -> NoReturn:
+    """By a signal, of which this process may not have had one."""
+    interrupts.received = run.stop
+    raise KeyboardInterrupt
 
 
 def looped(run: Training, until: int | None = None, only_log: bool = False) -> None:
@@ -106,7 +143,7 @@ def looped(run: Training, until: int | None = None, only_log: bool = False) -> N
     Losses that are only logged are read when the step after them is launched, so that the device never waits for the host.
     until, only_log   the step to end with, and whether nothing but the log is due, also at the end
     """
-    r, steps = run.recipe.run, run.recipe.train.steps if until is None else until
+    steps = run.recipe.train.steps if until is None else until
     pending: list[Pending] = []
     waiting: Losses | None = None
     began = now()
@@ -116,25 +153,39 @@ def looped(run: Training, until: int | None = None, only_log: bool = False) -> N
         run.step += 1
         if waiting is not None:
             began, waiting = flushed(run, waiting, began), None
-        every = {"log": r.log_every, "val": r.val_every, "save": r.save_every, "retune": run.recipe.kernels.retune_every}
-        due = {name: bool(n) and run.step % n == 0 or run.step == steps for name, n in every.items()}
-        due = {name: now_due and (name == "log" or not only_log) for name, now_due in due.items()}
-        due["retune"] &= run.step < steps
-        if run.starting == len(pending) and not any(due.values()):
+        if run.world.size == 1:
+            run.stop = run.asked.signal
+        due = due_after(run, steps, only_log)
+        agrees = any(due.values()) or run.world.size > 1 and len(pending) >= run.agree_every
+        if run.starting == len(pending) and not agrees:
             torch.cuda.synchronize()  # compiled and captured: these count as long as the steps that are logged with them
             began = now()
-        if run.reads_at_once or any(due.values()):
-            waiting, pending = Losses.of(run, pending), []
+        if run.reads_at_once or agrees:
+            waiting, pending = Losses.of(run, pending, due["log"]), []
             if run.reads_at_once or run.step == steps or any(due[name] for name in ("val", "save", "retune")):
-                began, waiting = flushed(run, waiting, began, due["log"]), None
+                began, waiting = flushed(run, waiting, began), None
         if due["val"]:
             evaluated(run)
         if due["save"]:
             saved(run)
+            if run.stop and not only_log:
+                ended(run)
         if due["retune"]:
             retuned(run)
         if any(due[name] for name in ("val", "save", "retune")):
             began = now()
+
+
+def due_after(run: Training, steps: int, only_log: bool) -> dict[str, bool]:
+    """What is to be done after a step; where a signal ends the run no more than its checkpoint."""
+    r = run.recipe.run
+    if run.stop and not only_log:
+        return {"log": True, "val": False, "save": True, "retune": False}
+    every = {"log": r.log_every, "val": r.val_every, "save": r.save_every, "retune": run.recipe.kernels.retune_every}
+    due = {name: bool(n) and run.step % n == 0 or run.step == steps for name, n in every.items()}
+    due = {name: now_due and (name == "log" or not only_log) for name, now_due in due.items()}
+    due["retune"] &= run.step < steps
+    return due
 
 
 def one_step(run: Training) -> torch.Tensor:
@@ -151,13 +202,14 @@ def one_step(run: Training) -> torch.Tensor:
     return total
 
 
-def flushed(run: Training, given: Losses, began: float, shown: bool = True) -> float:
+def flushed(run: Training, given: Losses, began: float) -> float:
     """These losses read, logged and looked at; when their steps ended. Diverged where one is bad."""
-    losses, norm = given.read()
+    losses, norm = given.read(run)
     ended, pending = now(), given.steps
     timed = len(pending) - run.starting
     per_step, r = (ended - began) / (timed if timed > 0 else len(pending)), run.recipe
     run.starting = max(0, -timed)
+    run.step_s = per_step
     run.time_s += per_step * len(pending)
     tok_s = r.tokens_per_step / per_step
     flops = run.made.flops_per_token(r.train.seq_len) * tok_s
@@ -180,7 +232,7 @@ def flushed(run: Training, given: Losses, began: float, shown: bool = True) -> f
         stopped(run, last, f"the norm of the gradients is {norm}")
     at |= dict(steps=r.train.steps, left_s=per_step * (r.train.steps - last))
     unit = "points" if r.data.tasks else "tok"
-    if shown:
+    if given.shown:
         run.log.say(step_line(at, unit))
     run.log.live(step_line(at | dict(lr=None), unit), last, r.train.steps)
     return ended

@@ -193,12 +193,21 @@ def read(target: str, settings: Mapping[str, Any] | None = None, device: str = "
     given, small = tables(path)
     flat = given | (small if device == "cpu" else {}) | dict(settings or {})
     found = checked(made(flat, path.stem))
-    if found.model.path and (own := sorted({f"model.{k}" for k in found.model.changes} & set(settings or {}))):
+    if found.model.path and (own := beside_path(path, settings or {})):
         raise ValueError(f"recipe: {own[0]} cannot be set: model.path is a folder whose config.json has the sizes")
     asked = (settings or {}).get("train.warmup", 0)
     if asked > found.train.warmup:  # that of a recipe is fitted to fewer steps, one that is asked for is not
         raise ValueError(f"recipe: train.warmup must be below train.steps, {found.train.steps}, got {asked}")
     return found
+
+
+def beside_path(path: Path, settings: Mapping[str, Any]) -> list[str]:
+    """What the settings, or the file that itself names model.path, set of the model besides; a base's values are no mistake."""
+    tables = read_toml(path.read_text(encoding="utf-8"), str(path))
+    small = flattened(tables.pop("cpu", {}))
+    own = flattened({k: v for k, v in tables.items() if k != "base"}) | small
+    given = {**(own if own.get("model.path") else {}), **settings}
+    return sorted(k for k, v in given.items() if k.startswith("model.") and k != "model.path" and v != "")
 
 
 def tables(path: Path, depth: int = 0) -> tuple[dict[str, Any], dict[str, Any]]:

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 
 from whet import machine
+from whet.interrupts import StopSignal
 from whet.lock import Lock
 from whet.measure import ceilings
 from whet.step import CompiledStep, compile_step
@@ -57,6 +58,10 @@ class Training:
     example: dict = field(default_factory=dict)  # a batch, for choosing kernels and plans
     watched: bool = True  # whether a bad loss ends it
     starting: int = 0  # steps until all is compiled and captured
+    asked: StopSignal = field(default_factory=StopSignal)  # by a signal to this process
+    stop: int = 0  # the signal that ends the run, once all processes know of it
+    step_s: float = 0.0  # of the steps that were read last
+    agree_every: int = 10  # steps between two looks at each other's signals
     ceiling: float | None = None  # FLOP/s of a product in the run's precision, measured
 
     @property
