@@ -18,7 +18,7 @@ ORDER = [
     "plans", "trackers", "matrix", "step_plans", "step_shared", "step", "step_rivals", "callback", "autoselect", "train",
     "exercise", "commands", "__main__",
 ]
-FILE_LINES, FUNCTION_LINES, PACKAGE_LINES = 400, 50, 51400
+FILE_LINES, FUNCTION_LINES, PACKAGE_LINES = 400, 50, 51800
 
 
 def tracked() -> list[Path]:
