@@ -81,5 +81,5 @@ def test_the_lock_keeps_that_there_was_nothing_to_time(raced, tmp_path):
     assert "GELU" in left and not any(g.replaced for g in report.groups if g.same)
     assert "it already makes" in str(report)
     raced.clear()
-    again = optimize(model, x, lock=Lock.read(lock), seconds=0.001).whet
+    again = optimize(model, x, lock=str(lock), seconds=0.001).whet
     assert not raced and {g.words for g in again.groups if g.decided} >= left, again.lock_lines

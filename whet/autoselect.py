@@ -49,13 +49,13 @@ def _sizes(**named: int) -> None:
             raise ValueError(f"{name} must be a whole number of at least 1, got {value!r}")
 
 
-def _benchmark(what: str, call: Call, mode: str | None, lock: Lock | None) -> dict:
+def _benchmark(what: str, call: Call, mode: str | None, lock: Lock | str | None) -> dict:
     if call.dtype not in DTYPES:
         raise ValueError(f"dtype must be one of {list(DTYPES)}, got {call.dtype!r}")
     mode = mode or modes_here()[0]
     if mode not in modes_here():
         raise ValueError(f"mode must be one of {modes_here()} on this machine, got {mode!r}")
-    op, lock = discover()[call.op], lock if lock is not None else Lock()
+    op, lock = discover()[call.op], Lock() if lock is None else Lock.of(lock)
     # Every option spelled out, as a recorded call has them: what is saved in a lock is then found by impl="auto".
     call = replace(call, case=op.case_of(**op.inputs(dtype=DTYPES[call.dtype], device="meta", **call.case)))
     (entry,) = tune([(call, 1)], lock, modes=(mode,), bucket=False).entries.values()
@@ -83,7 +83,7 @@ def result_of(what: str, op: Op, mode: str, entry: dict) -> dict:
 
 def benchmark_rms_norm(
     batch_size: int = 16, seq_len: int = 256, d_model: int = 384,
-    dtype: str = "bfloat16", mode: str | None = None, lock: Lock | None = None,
+    dtype: str = "bfloat16", mode: str | None = None, lock: Lock | str | None = None,
 ) -> dict:
     """Verify and time RMSNorm, forward and backward, at (batch_size * seq_len, d_model).
 
@@ -95,7 +95,7 @@ def benchmark_rms_norm(
 
 def benchmark_rotary(
     batch_size: int = 16, seq_len: int = 256, n_heads: int = 8, d_head: int = 48,
-    dtype: str = "bfloat16", mode: str | None = None, lock: Lock | None = None,
+    dtype: str = "bfloat16", mode: str | None = None, lock: Lock | str | None = None,
 ) -> dict:
     """Verify and time rotary embeddings of q and k, forward and backward. Returns what benchmark_rms_norm returns."""
     _sizes(batch_size=batch_size, seq_len=seq_len, n_heads=n_heads, d_head=d_head)

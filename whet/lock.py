@@ -199,6 +199,11 @@ class Lock:
             data["machines"][who] = (part if isinstance(part, dict) else {}) | {s: c.entries for s, c in checked.items()}
         return lock
 
+    @classmethod
+    def of(cls, given: "Lock | str | Path | None") -> "Lock":
+        """A lock as it is, or the one at a path."""
+        return given if isinstance(given, Lock) else cls.read(given)
+
     def _check(self, part: object, written: object, broken: str) -> dict[str, Checked]:
         """This machine's part of a file, section by section. What is wrong with it is reported."""
         who, fields = machine.this_machine().key, part if isinstance(part, dict) else {}

@@ -333,7 +333,7 @@ def best_plan(
     """
     if precision not in PRECISIONS:
         raise ValueError(f"optimize: precision must be one of {PRECISIONS}, got {precision!r}")
-    subject, lock = subject_of(target), lock or Lock.read()
+    subject, lock = subject_of(target), Lock.of(lock)
     key, rival = f"{subject.name} {precision}", rival_of(subject, against) if against else None
     known = lock.plans.get(key) if subject.stored and not rival and not only and not max_memory else None
     if known and not again and known["config"] == subject.config:

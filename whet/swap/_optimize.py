@@ -113,7 +113,7 @@ class Optimized:
 
 
 def optimize(
-    model: nn.Module, batch: Any, *, mode: str | None = None, loss: Callable | None = None, lock: Lock | None = None,
+    model: nn.Module, batch: Any, *, mode: str | None = None, loss: Callable | None = None, lock: Lock | str | None = None,
     keep_logits: bool | None = None, optimizer: torch.optim.Optimizer | None = None, max_memory: int | str | None = None,
     allow: str | Iterable[str] = (), seconds: float = 0.15, progress: Progress = lambda text, done, total: None,
 ) -> nn.Module:
@@ -123,7 +123,7 @@ def optimize(
              tuples, several batches: parts are replaced where the whole is slower at none of them
     mode     "train" or "infer"; None: "train" where the forward gives a loss
     loss     loss(output) -> scalar, where the model returns none
-    lock     where choices and decisions are kept between processes; ./whet.lock where None
+    lock     a path, where choices and decisions are kept between processes; None: $WHET_LOCK, else ./whet.lock
     keep_logits  False: in training the head and the loss may be one, and the model returns None for its logits. True: never.
              None: so for a Hugging Face model that is given labels, not for one that calls cross_entropy itself
     optimizer   its step is part of the whole that is timed; weights and its state are afterwards as they were
@@ -137,7 +137,7 @@ def optimize(
         try:
             with in_allowed(report, names):
                 whole = with_optimizer(report, works, optimizer)
-                _optimize(report, OptimizeTask(works, whole, calls, seconds, progress, keep_logits), lock or Lock.read())
+                _optimize(report, OptimizeTask(works, whole, calls, seconds, progress, keep_logits), Lock.of(lock))
                 if limit is not None:
                     _fit(report, whole[0], calls, limit, seconds)
         except BaseException:

@@ -16,7 +16,7 @@ from whet.tune import modes_here
 
 
 def preview(
-    model: nn.Module, batch: Any, *, mode: str | None = None, loss: Callable | None = None, lock: Lock | None = None
+    model: nn.Module, batch: Any, *, mode: str | None = None, loss: Callable | None = None, lock: Lock | str | None = None
 ) -> Optimized:
     """The report that optimize() would begin with. Takes its arguments; the model is afterwards as it was before it.
 
@@ -25,7 +25,7 @@ def preview(
     with begun(model, batch, mode, loss) as (report, works, calls):
         report.dry, report.replaced = True, recognise(model, calls[0], Choices(), train=works[0].kind == "train")
         sites = report.replaced.sites
-        decided = Decisions(lock or Lock.read(), model, calls, works[0].kind, (None, "", ()), modes_here())
+        decided = Decisions(Lock.of(lock), model, calls, works[0].kind, (None, "", ()), modes_here())
         decided.find(report.replaced.proposed)
         for mode in decided.modes:
             groups = grouped(sites)

@@ -210,7 +210,7 @@ def chosen(run: Training, example: dict, lock: Lock | None) -> None:
     elif recipe.model.path and tuned:
         optimized(run, example, lock)
     work = Workload(model, (), example, precision=run.autocast)
-    run.kernels = select(work, tuned, recipe.kernels.force, lock or Lock.read(), run.progress)
+    run.kernels = select(work, tuned, recipe.kernels.force, Lock.of(lock), run.progress)
     if run.kernels.by_mode:
         run.kernels.hand_to(model)
     if run.kernels.entries:
@@ -279,7 +279,7 @@ def optimized(run: Training, example: dict, lock: Lock | None) -> None:
     from whet.swap._optimize import optimize
 
     with run.set():
-        report: Any = optimize(plain(run.made.model), example, lock=lock or Lock.read(), progress=run.progress).whet
+        report: Any = optimize(plain(run.made.model), example, lock=Lock.of(lock), progress=run.progress).whet
     for line in str(report).splitlines():
         run.log.say(line)
 
