@@ -210,7 +210,8 @@ def test_a_plan_that_surely_does_not_fit_is_not_built_and_says_what_it_takes(mon
     predicted = trial.memory.of(plan, Choices(), "float32")
     assert predicted is not None and trial.before_result.predicted_mb
     monkeypatch.setattr(whet.plans, "PlanRunner", lambda *_: pytest.fail("it was built"))
-    monkeypatch.setattr(whet.plans, "free_bytes", lambda device: int(0.8 * predicted.peak))
+    for module in (whet.plans, whet.plan_limits):  # before one plan, and before all
+        monkeypatch.setattr(module, "free_bytes", lambda device: int(0.8 * predicted.peak))
     result, runner, _ = trial.prepare(plan)
     assert runner is None and result.why.startswith("out of memory: a step takes") and result.why.endswith("GiB are free")
     assert result.to_record()["predicted_mb"] == round(predicted.peak / 1e6, 1)
