@@ -151,7 +151,7 @@ def under_autocast(model, data, ops: Recorder, shape: tuple[int, ...]) -> tuple[
     return {call.key: call.case.get("out_dtype") for call in calls}, casts.count
 
 
-@pytest.mark.parametrize("target", ["transformer-np:tiny", "gpt2:tiny", "tiny-llama:tiny"])
+@pytest.mark.parametrize("target", ["transformer-np:tiny", "gpt2:tiny@2x16", "tiny-llama:tiny@2x16"])
 def test_tuned_models_ask_norms_for_the_dtype_of_the_products_and_cast_none_of_their_results(target, device):
     model, size = find(target)
     data = model.batch(model.sizes[size], recipe_of(target), device)
