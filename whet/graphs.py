@@ -23,7 +23,8 @@ def patient() -> Iterator[None]:
 
 
 def synchronize() -> None:
-    if torch.cuda.is_available():
+    """Wait for the GPU, where this process has used one: a run on the CPU starts none for that."""
+    if torch.cuda.is_initialized():
         torch.cuda.synchronize()
 
 

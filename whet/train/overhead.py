@@ -7,6 +7,7 @@ from pathlib import Path
 
 import torch
 
+from whet.graphs import synchronize
 from whet.measure import now
 from whet.race import paired
 from whet.train.log import RunLog
@@ -35,13 +36,13 @@ def loop_overhead(run: Training, rounds: int = ROUNDS) -> dict:
         run = replace(run, log=RunLog(Path(elsewhere), True, lambda text: None), watched=False)
         for _ in range(rounds):
             for name in times:
-                synchronize(run)
+                synchronize()
                 began = now()
                 if name == "loop":
                     looped(run, run.step + steps, only_log=True)
                 else:
                     bare(run, steps)
-                synchronize(run)
+                synchronize()
                 times[name].append(1e3 * (now() - began) / steps)
     over = paired(times["loop"], times["bare"])
     found = {f"{name}_ms": round(statistics.median(ms), 4) for name, ms in times.items()}
@@ -56,11 +57,6 @@ def measure_overhead(run: Training) -> None:
     run.log.event(run.step, "overhead", f"{text} ({found['low']:.4f} to {found['high']:.4f})")
     if run.world.rank == 0:
         run.log.facts(read_facts(run.log.folder) | {"overhead": found})
-
-
-def synchronize(run: Training) -> None:
-    if run.device == "cuda":
-        torch.cuda.synchronize()
 
 
 def bare(run: Training, steps: int) -> None:
